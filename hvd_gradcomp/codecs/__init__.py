@@ -1,0 +1,1 @@
+"""The codecs: one frozen class each, framework-neutral. ``registry.py`` lists them."""

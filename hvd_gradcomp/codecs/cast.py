@@ -1,0 +1,89 @@
+"""``fp16`` and ``bf16``: two bytes per element."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hvd_gradcomp.codecs.base import Claims, Codec, Ctx
+from hvd_gradcomp.ops.base import Array
+from hvd_gradcomp.payload import Layout, Part, Parts
+from hvd_gradcomp.spec import TensorSpec
+
+_FP16_MAX = 65504.0
+_EXPONENT = 0x7F800000  # of a float32's bits
+
+
+@dataclass(frozen=True)
+class Fp16(Codec):
+    """IEEE half precision, scaled so that the sum over ranks neither overflows nor flushes to zero.
+
+    ``scale`` is the largest power of two with ``scale * ranks * bound <= 2**15``, where ``bound``
+    is the largest magnitude on any rank (one small max all-reduce); the payload is
+    ``half(x * scale)``, the mean ``sum / (scale * ranks)``. A power of two, so scaling itself
+    rounds nothing. Adding ``ranks`` halves in flight rounds each partial sum by at most
+    ``2**-11`` relative; that part reaches no residual (it is known to no rank).
+    Behind another codec (``powersgd + fp16``) no bound is exchanged: ``scale`` is the power of two
+    not above ``1 / ranks``, and what would overflow is clipped and kept in the residual.
+
+    Bytes: 2 per element. Source: mixed-precision training's loss scaling (Micikevicius et al.
+    2018), here per tensor and exact.
+    """
+
+    name: ClassVar[str] = "fp16"
+    family: ClassVar[str] = "cast"
+    claims: ClassVar[Claims] = Claims(summable=True)
+    uses_bound: ClassVar[bool] = True
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        return (Part("values", spec.numel, "float16"),)
+
+    def encode(self, x: Array, ctx: Ctx) -> Parts:
+        limit = _FP16_MAX / ctx.ranks if ctx.bound is None else _FP16_MAX
+        scaled = ctx.ops.minimum(ctx.ops.maximum(x * self._scale(ctx), -limit), limit)
+        return {"values": ctx.ops.cast(scaled, "float16")}
+
+    def decode(self, parts: Parts, acc: Array, ctx: Ctx) -> Array:
+        return ctx.ops.accumulate(acc, ctx.ops.cast(parts["values"], "float32") / self._scale(ctx))
+
+    def _scale(self, ctx: Ctx) -> Array:
+        shift = (ctx.ranks - 1).bit_length()  # ranks <= 2**shift
+        if ctx.bound is None:
+            return ctx.ops.constant([2.0**-shift], "float32")
+        ops = ctx.ops
+        # bound <= 2**(exponent + 1), so scale = 2**(14 - shift - exponent). Its exponent field is
+        # kept in 1..253 so that neither it nor its inverse is a denormal.
+        field = ops.shift_right(ops.bit_and(ops.bitcast(ops.abs(ctx.bound), "int32"), _EXPONENT), 23)
+        field = ops.minimum(ops.maximum((127 + 14 - shift + 127) - field, 1), 253)
+        return ops.bitcast(ops.shift_left(field, 23), "float32")
+
+
+@dataclass(frozen=True)
+class Bf16(Codec):
+    """bfloat16: the upper half of a float32, rounded half to even. Range of float32, 8 bits of
+    precision.
+
+    No transport of Horovod carries bfloat16, so the bits travel as int16 and are gathered, not
+    summed. A finite value never rounds up to infinity. Bytes: 2 per element.
+    """
+
+    name: ClassVar[str] = "bf16"
+    family: ClassVar[str] = "cast"
+    claims: ClassVar[Claims] = Claims()
+
+    def layout(self, spec: TensorSpec) -> Layout:
+        return (Part("values", spec.numel, "int16"),)
+
+    def encode(self, x: Array, ctx: Ctx) -> Parts:
+        ops = ctx.ops
+        largest = 3.3895313892515355e38  # 0x7F7F0000, the largest finite bfloat16
+        bits = ops.bitcast(ops.minimum(ops.maximum(x, -largest), largest), "int32")
+        odd = ops.bit_and(ops.shift_right(bits, 16), 1)
+        upper = ops.shift_right(bits + (odd + 0x7FFF), 16)
+        # 0..65535 to int16 without relying on an overflowing cast: take the lower half of each word
+        return {"values": ops.bitcast(upper, "int16")[::2]}
+
+    def decode(self, parts: Parts, acc: Array, ctx: Ctx) -> Array:
+        ops = ctx.ops
+        bits = ops.shift_left(ops.cast(parts["values"], "int32"), 16)
+        return ops.accumulate(acc, ops.bitcast(bits, "float32"))

@@ -1,0 +1,1 @@
+"""Transports: they combine what a flow sends, over Horovod, or in one process for tests."""

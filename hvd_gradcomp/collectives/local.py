@@ -1,0 +1,122 @@
+"""N ranks in lockstep in one process: for tests, simulation and learning how it works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_gradcomp.codecs.base import Codec, Ctx
+from hvd_gradcomp.errors import UsageError
+from hvd_gradcomp.exchange.base import Commit, Flow, Send, wire_bytes
+from hvd_gradcomp.flow import reduce_gradient
+from hvd_gradcomp.ops.base import Array, Ops
+from hvd_gradcomp.plan import Plan
+from hvd_gradcomp.policy import Policy
+from hvd_gradcomp.spec import TensorSpec, parse
+
+
+class LocalWorld:
+    """A world of ``ranks`` whose gradients are reduced together, without MPI, at any N.
+
+    Args:
+        spec: a codec or spec string.
+        shapes: name to shape of each tensor.
+        ranks: world size.
+        ops: array operations (default numpy).
+        state: makes a state array from a new zero array (TensorFlow: ``tf.Variable``).
+
+    Every tensor is compressed, whatever its size, unless ``min_size`` says otherwise.
+    """
+
+    def __init__(self, spec: str | Codec, shapes: Mapping[str, Sequence[int]], ranks: int, *, ops: Ops | None = None,
+                 exchange: str = "auto", min_size: int = 0, seed: int = 0, error_feedback: bool = True,
+                 state: Callable[[Array], Array] = lambda array: array) -> None:
+        if ops is None:
+            from hvd_gradcomp.ops.numpy import NumpyOps
+
+            ops = NumpyOps()
+        self.ops, self.ranks, self.seed = ops, ranks, seed
+        self.received_bytes = 0.0
+        """What one rank has received so far, counted from what was really sent."""
+        specs = [TensorSpec(name, tuple(shape)) for name, shape in shapes.items()]
+        self.plans = [Plan.make(specs, Policy(parse(spec), min_size), exchange=exchange, seed=seed,
+                                error_feedback=error_feedback) for _ in range(ranks)]
+        for plan in self.plans:
+            for slot in plan.slots.values():
+                plan.allocate(slot, lambda name, length, dtype: state(ops.zeros((length,), dtype)))
+
+    def step(self, grads: Sequence[Mapping[str, Array]], *,
+             loss_scale: float | None = None) -> list[dict[str, Array]]:
+        """Reduce one step's gradients; ``grads[rank][name]`` in and out, out being the mean.
+
+        An uncompressed tensor is averaged in float32. A non-finite value anywhere voids the step.
+        """
+        names = list(self.plans[0].slots)
+        flat = [{name: self.ops.reshape(grads[rank][name], (-1,)) for name in names} for rank in range(self.ranks)]
+        verdict = self.ops.constant([1.0], "float32")
+        for rank in range(self.ranks):
+            for name in names:
+                verdict = self.ops.minimum(verdict, self.ops.all_finite(flat[rank][name]))
+        outs: list[dict[str, Array]] = [{} for _ in range(self.ranks)]
+        for name in names:
+            slots = [plan.slots[name] for plan in self.plans]
+            if slots[0].codec is None:
+                total = flat[0][name]
+                for rank in range(1, self.ranks):
+                    total = total + flat[rank][name]
+                self.received_bytes += wire_bytes("sum", 4 * slots[0].spec.numel, self.ranks)
+                results = [self.ops.poison(total / self.ranks, verdict) for _ in range(self.ranks)]
+            else:
+                results = self.run([
+                    reduce_gradient(flat[rank][name], slot, self.ctx(rank, name), loss_scale=loss_scale)
+                    for rank, slot in enumerate(slots)], verdict)
+            for rank, result in enumerate(results):
+                outs[rank][name] = self.ops.reshape(result, slots[rank].spec.shape)
+        return outs
+
+    def ctx(self, rank: int, name: str) -> Ctx:
+        """What encode and decode of this rank and tensor look at."""
+        slot = self.plans[rank].slots[name]
+        return Ctx(self.ops, slot.spec, self.ranks, rank, self.seed, state=slot.state,
+                   error_feedback=self.plans[rank].error_feedback)
+
+    def run(self, flows: list[Flow], verdict: Array) -> list[Array]:
+        """Drive one flow per rank to its end. Raises UsageError if the ranks do not send alike."""
+        results: list[Any] = [None] * len(flows)
+        answers: list[Any] = [None] * len(flows)
+        while True:
+            requests: list[Any] = []
+            for rank, flow in enumerate(flows):
+                try:
+                    requests.append(flow.send(answers[rank]))
+                except StopIteration as end:
+                    results[rank] = end.value
+            if not requests:
+                return results
+            if len(requests) != len(flows) or len({_shape_of(request) for request in requests}) != 1:
+                raise UsageError(f"ranks do not send alike: {[_shape_of(request) for request in requests]}")
+            answers = [verdict] * len(flows) if isinstance(requests[0], Commit) else self._combine(requests)
+
+    def _combine(self, sends: list[Send]) -> list[dict[str, Array]]:
+        how, results = sends[0].how, {}
+        for name in sends[0].parts:
+            arrays = [send.parts[name] for send in sends]
+            nbytes = int(arrays[0].shape[0]) * np.dtype(self.ops.dtype(arrays[0])).itemsize
+            self.received_bytes += wire_bytes(how, nbytes, self.ranks)
+            if how == "gather":
+                width = int(arrays[0].shape[0])
+                results[name] = self.ops.reshape(self.ops.concat(arrays), (len(arrays), width))
+                continue
+            total = arrays[0]
+            for array in arrays[1:]:
+                total = total + array if how == "sum" else self.ops.maximum(total, array)
+            results[name] = total
+        return [dict(results) for _ in sends]
+
+
+def _shape_of(request: Send | Commit) -> str:
+    if isinstance(request, Commit):
+        return "commit"
+    return f"{request.how} " + ", ".join(f"{name}[{tuple(a.shape)}]" for name, a in sorted(request.parts.items()))

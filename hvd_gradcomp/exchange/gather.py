@@ -1,0 +1,42 @@
+"""``gather``: every payload goes to everyone and is decoded into one accumulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hvd_gradcomp import payload
+from hvd_gradcomp.codecs.base import Codec, Ctx
+from hvd_gradcomp.exchange.base import Exchange, Received, Rounds, Send
+from hvd_gradcomp.ops.base import Array
+from hvd_gradcomp.spec import TensorSpec
+
+_PART = "payload"
+
+
+class Gather(Exchange):
+    """All-gather of one byte buffer per rank; decoded in rank order, so every rank gets the same
+    bits, run after run. Costs ``N - 1`` payloads per rank."""
+
+    name = "gather"
+
+    def allows(self, codec: Codec) -> str | None:
+        return None
+
+    def rounds(self, codec: Codec, x: Array, ctx: Ctx) -> Rounds:
+        ops, layout = ctx.ops, codec.layout(ctx.spec)
+        own = payload.pack(ops, codec.encode(x, ctx), layout)
+        del x
+        everyone = (yield Send({_PART: own}, "gather"))[_PART]
+
+        def decode(blob: Array, acc: Array, rank: int) -> Array:
+            return codec.decode(payload.unpack(ops, blob, layout), acc, replace(ctx, rank=rank))
+
+        def mean(acc: Array) -> Array:
+            for rank in range(ctx.ranks):
+                acc = decode(everyone[rank], acc, rank)
+            return ops.divide(acc, ctx.ranks)
+
+        return Received(sent=lambda acc: decode(own, acc, ctx.rank), mean=mean)
+
+    def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:
+        return [("gather", payload.nbytes(codec.layout(spec)))]

@@ -1,0 +1,52 @@
+"""The way of a gradient, on one screen.
+
+A generator: it yields what is to be combined over the ranks and is resumed with the result, so
+one definition serves torch (asynchronous), TensorFlow (traced once into the graph), mpi4py and
+the lockstep world of the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hvd_gradcomp.codecs.base import Ctx
+from hvd_gradcomp.exchange.base import Commit, Flow
+from hvd_gradcomp.memory import error_feedback
+from hvd_gradcomp.ops.base import Array
+from hvd_gradcomp.plan import Slot
+
+STEP = "step"
+
+
+def reduce_gradient(grad: Array, slot: Slot, ctx: Ctx, *, loss_scale: Array | float | None = None,
+                    output: Callable[[], Array] | None = None) -> Flow:
+    """Reduce one gradient to its mean over the ranks, compressed.
+
+    Args:
+        grad: float32 ``[numel]``; only read, until ``output`` is called.
+        slot: the tensor's codec, exchange and state.
+        loss_scale: what the loss was multiplied by.
+        output: gives the float32 zeros ``[numel]`` that the mean is decoded into, called after the
+            last read of ``grad`` (it may be the same storage); a new array by default.
+
+    Returns:
+        The mean, float32 ``[numel]``; NaN everywhere if the step's verdict is 0. Such a void step
+        changes no bit of ``slot.state``.
+    """
+    assert slot.codec is not None and slot.exchange is not None
+    ops, state = ctx.ops, slot.state
+    residual = state.get(error_feedback.STATE)
+
+    received = yield from slot.exchange.rounds(slot.codec, error_feedback.load(grad, residual, loss_scale), ctx)
+    ok = yield Commit()
+    if residual is not None:
+        x = error_feedback.load(grad, residual, loss_scale)
+        sent = received.sent(ops.zeros((ctx.spec.numel,)))
+        error_feedback.settle(ops, x, sent, residual, loss_scale, ok)
+    mean = received.mean(output() if output else ops.zeros((ctx.spec.numel,)))
+    # The codec's own state moves last: sent and mean are decoded with the state they were encoded with.
+    for name, new in received.state().items():
+        ops.assign(state[name], new, ok)
+    if STEP in state:
+        ops.assign(state[STEP], state[STEP] + 1, ok)
+    return ops.poison(mean, ok)

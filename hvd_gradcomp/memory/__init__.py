@@ -1,0 +1,1 @@
+"""What was not sent, and how it comes back."""

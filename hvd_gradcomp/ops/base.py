@@ -1,0 +1,189 @@
+"""The closed list of array operations that codecs, memory and exchanges may use.
+
+One subclass per framework (numpy, torch, TensorFlow). Arrays support Python's ``+ - * / < <= > >=``
+between arrays of one dtype and Python scalars, and slicing along the first axis; everything else
+goes through a method here. What is written here holds in every framework, bit for bit:
+
+* Rounding is half to even. Division is the IEEE division, never a multiplication by an inverse.
+* :meth:`Ops.top_indices`: larger key first, ties to the lowest index, result in ascending order.
+* :meth:`Ops.sum_rows` adds in a fixed tree order; no other float sum may decide bytes.
+* Scalars are arrays of shape ``(1,)``: 0-d arrays do not travel through all-gather.
+* Nothing here branches on array values in traced or device code.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+# A numpy array, torch tensor or TensorFlow tensor; the operations are typed by their docstrings.
+Array = Any
+
+ITEMSIZE = {"float32": 4, "int32": 4, "float16": 2, "int16": 2, "uint8": 1}
+
+
+class Ops(ABC):
+    """Array operations of one framework. ``dtype`` arguments are the names in :data:`ITEMSIZE`."""
+
+    name: str
+
+    # -- making arrays --------------------------------------------------------------------------
+
+    @abstractmethod
+    def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Array:
+        """A new array of zeros."""
+
+    @abstractmethod
+    def arange(self, n: int) -> Array:
+        """``0 .. n-1`` as int32."""
+
+    @abstractmethod
+    def constant(self, values: Any, dtype: str) -> Array:
+        """A small constant array from nested Python numbers."""
+
+    # -- shape and dtype ------------------------------------------------------------------------
+
+    @abstractmethod
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array: ...
+
+    @abstractmethod
+    def concat(self, xs: Sequence[Array]) -> Array:
+        """Join along the first axis."""
+
+    @abstractmethod
+    def stack_columns(self, xs: Sequence[Array]) -> Array:
+        """Join vectors of one length ``n`` as the columns of an ``[n, len(xs)]`` array."""
+
+    @abstractmethod
+    def cast(self, x: Array, dtype: str) -> Array:
+        """Value conversion. float to float16 rounds half to even; float to int truncates, and a
+        NaN gives any integer without raising (a step with a NaN is void anyway)."""
+
+    @abstractmethod
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        """The same bytes of a vector seen as another dtype, as a vector (little endian)."""
+
+    def pad(self, x: Array, n: int, edge: bool = False) -> Array:
+        """A vector lengthened to ``n``: by zeros, or by its last element."""
+        missing = n - int(x.shape[0])
+        if missing == 0:
+            return x
+        if edge:
+            return self.concat([x, self.fill(x[-1:], missing)])
+        return self.concat([x, self.zeros((missing,), self.dtype(x))])
+
+    @abstractmethod
+    def fill(self, x: Array, n: int) -> Array:
+        """A vector of ``n`` copies of the one element of ``x``."""
+
+    @abstractmethod
+    def dtype(self, x: Array) -> str:
+        """The dtype's name."""
+
+    # -- elementwise ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def abs(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def minimum(self, x: Array, y: Array | float) -> Array: ...
+
+    @abstractmethod
+    def maximum(self, x: Array, y: Array | float) -> Array: ...
+
+    @abstractmethod
+    def rint(self, x: Array) -> Array:
+        """Nearest integer, half to even."""
+
+    @abstractmethod
+    def floor(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def where(self, condition: Array, x: Array | float, y: Array | float) -> Array:
+        """float32 choice by a boolean array."""
+
+    # -- bits of int32 --------------------------------------------------------------------------
+
+    @abstractmethod
+    def bit_and(self, x: Array, y: Array | int) -> Array: ...
+
+    @abstractmethod
+    def bit_or(self, x: Array, y: Array) -> Array: ...
+
+    @abstractmethod
+    def bit_xor(self, x: Array, y: Array) -> Array: ...
+
+    @abstractmethod
+    def shift_left(self, x: Array, bits: int) -> Array: ...
+
+    @abstractmethod
+    def shift_right(self, x: Array, bits: int) -> Array:
+        """Logical shift: zeros come in at the top."""
+
+    # -- reductions -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def max_rows(self, x: Array) -> Array:
+        """Largest of each row of ``[rows, n]``, as ``[rows]``; NaN wins."""
+
+    @abstractmethod
+    def min_rows(self, x: Array) -> Array:
+        """Smallest of each row of ``[rows, n]``, as ``[rows]``; NaN wins."""
+
+    def sum_rows(self, x: Array) -> Array:
+        """Sum of each row of ``[rows, n]``, as ``[rows]``, in one fixed order: the upper half is
+        added to the lower half until one column is left (rows are padded to a power of two)."""
+        rows, n = int(x.shape[0]), int(x.shape[1])
+        width = 1 << max(n - 1, 0).bit_length()
+        if width != n:
+            x = self.append_columns(x, width - n)
+        while width > 1:
+            width //= 2
+            x = x[:, :width] + x[:, width:]
+        return self.reshape(x, (rows,))
+
+    @abstractmethod
+    def append_columns(self, x: Array, n: int) -> Array:
+        """``[rows, c]`` to ``[rows, c + n]``, the new columns zero."""
+
+    @abstractmethod
+    def all_finite(self, x: Array) -> Array:
+        """``(1,)`` float32: 1 when every element is finite (an empty array is), else 0."""
+
+    # -- selection ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def top_indices(self, keys: Array, k: int) -> Array:
+        """Indices (int32, ascending) of the ``k`` largest of a vector of int32 keys; among equal
+        keys the lowest index goes first. Exactly ``k``, always."""
+
+    @abstractmethod
+    def take(self, x: Array, indices: Array) -> Array:
+        """Elements of a vector at int32 indices, which are valid by construction."""
+
+    @abstractmethod
+    def scatter_add(self, acc: Array, indices: Array, values: Array) -> Array:
+        """``acc`` with ``values`` added at int32 ``indices``, which are *not* trusted.
+
+        Raises PayloadError for an index outside ``acc`` where values can be looked at without
+        making a device wait; elsewhere the framework's own bounds check applies."""
+
+    # -- state and results ----------------------------------------------------------------------
+
+    @abstractmethod
+    def accumulate(self, acc: Array, x: Array) -> Array:
+        """``acc + x``; in place where the framework has in-place operations. ``acc`` is used up."""
+
+    @abstractmethod
+    def divide(self, x: Array, n: int) -> Array:
+        """``x / n``; in place where the framework has in-place operations. ``x`` is used up."""
+
+    @abstractmethod
+    def assign(self, target: Array, new: Array, ok: Array) -> None:
+        """Store ``new`` in the state array ``target`` if ``ok`` (``(1,)``, 0 or 1); else leave
+        every bit as it is."""
+
+    @abstractmethod
+    def poison(self, x: Array, ok: Array) -> Array:
+        """``x`` if ``ok``, else NaN everywhere: what every rank gets in a void step."""

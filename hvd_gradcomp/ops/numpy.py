@@ -1,0 +1,124 @@
+"""The operations on numpy arrays: the reference that the other frameworks are tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_gradcomp.errors import PayloadError
+from hvd_gradcomp.ops.base import Array, Ops
+
+
+class NumpyOps(Ops):
+    name = "numpy"
+
+    def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Array:
+        return np.zeros(shape, dtype)
+
+    def arange(self, n: int) -> Array:
+        return np.arange(n, dtype=np.int32)
+
+    def constant(self, values: Any, dtype: str) -> Array:
+        return np.array(values, dtype)
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        return x.reshape(shape)
+
+    def concat(self, xs: Sequence[Array]) -> Array:
+        return np.concatenate(xs)
+
+    def stack_columns(self, xs: Sequence[Array]) -> Array:
+        return np.stack(xs, axis=1)
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        with np.errstate(invalid="ignore", over="ignore"):
+            return x.astype(dtype)
+
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        return np.ascontiguousarray(x).view(dtype)
+
+    def fill(self, x: Array, n: int) -> Array:
+        return np.repeat(x, n)
+
+    def dtype(self, x: Array) -> str:
+        return str(x.dtype)
+
+    def abs(self, x: Array) -> Array:
+        return np.abs(x)
+
+    def minimum(self, x: Array, y: Array | float) -> Array:
+        return np.minimum(x, y)
+
+    def maximum(self, x: Array, y: Array | float) -> Array:
+        return np.maximum(x, y)
+
+    def rint(self, x: Array) -> Array:
+        return np.rint(x)
+
+    def floor(self, x: Array) -> Array:
+        return np.floor(x)
+
+    def where(self, condition: Array, x: Array | float, y: Array | float) -> Array:
+        return np.where(condition, x, y).astype(np.float32, copy=False)
+
+    def bit_and(self, x: Array, y: Array | int) -> Array:
+        return np.bitwise_and(x, y)
+
+    def bit_or(self, x: Array, y: Array) -> Array:
+        return np.bitwise_or(x, y)
+
+    def bit_xor(self, x: Array, y: Array) -> Array:
+        return np.bitwise_xor(x, y)
+
+    def shift_left(self, x: Array, bits: int) -> Array:
+        return np.left_shift(x, bits)
+
+    def shift_right(self, x: Array, bits: int) -> Array:
+        return np.right_shift(x.view(np.uint32), bits).view(np.int32)
+
+    def max_rows(self, x: Array) -> Array:
+        return x.max(axis=1)
+
+    def min_rows(self, x: Array) -> Array:
+        return x.min(axis=1)
+
+    def append_columns(self, x: Array, n: int) -> Array:
+        return np.concatenate([x, np.zeros((x.shape[0], n), x.dtype)], axis=1)
+
+    def all_finite(self, x: Array) -> Array:
+        return np.isfinite(x).all(keepdims=True).reshape(1).astype(np.float32)
+
+    def top_indices(self, keys: Array, k: int) -> Array:
+        n = keys.size
+        if k >= n:
+            return np.arange(n, dtype=np.int32)
+        smallest = np.partition(keys, n - k)[n - k]  # the k-th largest key
+        above = np.flatnonzero(keys > smallest)
+        ties = np.flatnonzero(keys == smallest)[: k - above.size]
+        return np.sort(np.concatenate([above, ties])).astype(np.int32)
+
+    def take(self, x: Array, indices: Array) -> Array:
+        return x[indices]
+
+    def scatter_add(self, acc: Array, indices: Array, values: Array) -> Array:
+        if indices.size and (indices.min() < 0 or indices.max() >= acc.size):
+            raise PayloadError(f"index outside 0..{acc.size - 1} in a sparse payload")
+        np.add.at(acc, indices, values)
+        return acc
+
+    def accumulate(self, acc: Array, x: Array) -> Array:
+        acc += x
+        return acc
+
+    def divide(self, x: Array, n: int) -> Array:
+        x /= np.float32(n)
+        return x
+
+    def assign(self, target: Array, new: Array, ok: Array) -> None:
+        if ok[0]:
+            target[...] = new
+
+    def poison(self, x: Array, ok: Array) -> Array:
+        return x if ok[0] else np.full_like(x, np.nan)

@@ -1,0 +1,118 @@
+"""The operations on TensorFlow tensors, eager or traced. State arrays are ``tf.Variable``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_gradcomp.ops.base import Array, Ops
+
+
+class TensorflowOps(Ops):
+    name = "tensorflow"
+
+    def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Array:
+        return tf.zeros(shape, dtype)
+
+    def arange(self, n: int) -> Array:
+        return tf.range(n, dtype=tf.int32)
+
+    def constant(self, values: Any, dtype: str) -> Array:
+        return tf.constant(values, dtype)
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        return tf.reshape(x, shape)
+
+    def concat(self, xs: Sequence[Array]) -> Array:
+        return tf.concat(xs, 0)
+
+    def stack_columns(self, xs: Sequence[Array]) -> Array:
+        return tf.stack(xs, axis=1)
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        return tf.cast(x, dtype)
+
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        size, target = x.dtype.size, tf.as_dtype(dtype)
+        if size < target.size:  # narrow to wide: the bytes of one element become the last axis
+            x = tf.reshape(x, (-1, target.size // size))
+        return tf.reshape(tf.bitcast(x, target), (-1,))
+
+    def fill(self, x: Array, n: int) -> Array:
+        return tf.repeat(x, n)
+
+    def dtype(self, x: Array) -> str:
+        return str(x.dtype.name)
+
+    def abs(self, x: Array) -> Array:
+        return tf.abs(x)
+
+    def minimum(self, x: Array, y: Array | float) -> Array:
+        return tf.minimum(x, y)
+
+    def maximum(self, x: Array, y: Array | float) -> Array:
+        return tf.maximum(x, y)
+
+    def rint(self, x: Array) -> Array:
+        return tf.math.rint(x)
+
+    def floor(self, x: Array) -> Array:
+        return tf.floor(x)
+
+    def where(self, condition: Array, x: Array | float, y: Array | float) -> Array:
+        return tf.where(condition, x, y)
+
+    def bit_and(self, x: Array, y: Array | int) -> Array:
+        return tf.bitwise.bitwise_and(x, y)
+
+    def bit_or(self, x: Array, y: Array) -> Array:
+        return tf.bitwise.bitwise_or(x, y)
+
+    def bit_xor(self, x: Array, y: Array) -> Array:
+        return tf.bitwise.bitwise_xor(x, y)
+
+    def shift_left(self, x: Array, bits: int) -> Array:
+        return tf.bitwise.left_shift(x, bits)
+
+    def shift_right(self, x: Array, bits: int) -> Array:
+        # uint32 shifts are logical; a bitcast is free
+        return tf.bitcast(tf.bitwise.right_shift(tf.bitcast(x, tf.uint32), tf.constant(bits, tf.uint32)), tf.int32)
+
+    def max_rows(self, x: Array) -> Array:
+        return tf.reduce_max(x, 1)
+
+    def min_rows(self, x: Array) -> Array:
+        return tf.reduce_min(x, 1)
+
+    def append_columns(self, x: Array, n: int) -> Array:
+        return tf.pad(x, [[0, 0], [0, n]])
+
+    def all_finite(self, x: Array) -> Array:
+        return tf.reshape(tf.cast(tf.reduce_all(tf.math.is_finite(x)), tf.float32), (1,))
+
+    def top_indices(self, keys: Array, k: int) -> Array:
+        n = int(keys.shape[0])
+        if k >= n:
+            return self.arange(n)
+        # tf.math.top_k promises that of two equal elements the one with the lower index comes first
+        return tf.sort(tf.math.top_k(keys, k, sorted=True).indices)
+
+    def take(self, x: Array, indices: Array) -> Array:
+        return tf.gather(x, indices)
+
+    def scatter_add(self, acc: Array, indices: Array, values: Array) -> Array:
+        return tf.tensor_scatter_nd_add(acc, tf.reshape(indices, (-1, 1)), values)
+
+    def accumulate(self, acc: Array, x: Array) -> Array:
+        return acc + x
+
+    def divide(self, x: Array, n: int) -> Array:
+        return x / n
+
+    def assign(self, target: Array, new: Array, ok: Array) -> None:
+        target.assign(tf.where(tf.cast(ok, tf.bool), new, target))
+
+    def poison(self, x: Array, ok: Array) -> Array:
+        return tf.where(tf.cast(ok, tf.bool), x, float("nan"))

@@ -1,0 +1,145 @@
+"""The operations on torch tensors of any device. On CUDA nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.errors import PayloadError
+from hvd_gradcomp.ops.base import Array, Ops
+from hvd_gradcomp.ops.numpy import NumpyOps
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "int32": torch.int32,
+          "int16": torch.int16, "uint8": torch.uint8}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_numpy = NumpyOps()
+
+
+class TorchOps(Ops):
+    name = "torch"
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Array:
+        return torch.zeros(tuple(shape), dtype=DTYPES[dtype], device=self.device)
+
+    def arange(self, n: int) -> Array:
+        return torch.arange(n, dtype=torch.int32, device=self.device)
+
+    def constant(self, values: Any, dtype: str) -> Array:
+        return torch.tensor(values, dtype=DTYPES[dtype], device=self.device)
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        return x.reshape(tuple(shape))
+
+    def concat(self, xs: Sequence[Array]) -> Array:
+        return torch.cat(list(xs))
+
+    def stack_columns(self, xs: Sequence[Array]) -> Array:
+        return torch.stack(list(xs), dim=1)
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        return x.to(DTYPES[dtype])
+
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        return x.contiguous().view(DTYPES[dtype])
+
+    def fill(self, x: Array, n: int) -> Array:
+        return x.expand(n)
+
+    def dtype(self, x: Array) -> str:
+        return NAMES[x.dtype]
+
+    def abs(self, x: Array) -> Array:
+        return x.abs()
+
+    def minimum(self, x: Array, y: Array | float) -> Array:
+        return torch.minimum(x, y) if isinstance(y, torch.Tensor) else x.clamp(max=y)
+
+    def maximum(self, x: Array, y: Array | float) -> Array:
+        return torch.maximum(x, y) if isinstance(y, torch.Tensor) else x.clamp(min=y)
+
+    def rint(self, x: Array) -> Array:
+        return torch.round(x)
+
+    def floor(self, x: Array) -> Array:
+        return torch.floor(x)
+
+    def where(self, condition: Array, x: Array | float, y: Array | float) -> Array:
+        return torch.where(condition, x, y)
+
+    def bit_and(self, x: Array, y: Array | int) -> Array:
+        return torch.bitwise_and(x, y)
+
+    def bit_or(self, x: Array, y: Array) -> Array:
+        return torch.bitwise_or(x, y)
+
+    def bit_xor(self, x: Array, y: Array) -> Array:
+        return torch.bitwise_xor(x, y)
+
+    def shift_left(self, x: Array, bits: int) -> Array:
+        return torch.bitwise_left_shift(x, bits)
+
+    def shift_right(self, x: Array, bits: int) -> Array:
+        if bits == 0:
+            return x
+        # torch shifts int32 arithmetically: mask off the copies of the sign
+        return torch.bitwise_and(torch.bitwise_right_shift(x, bits), (1 << (32 - bits)) - 1)
+
+    def max_rows(self, x: Array) -> Array:
+        return x.amax(dim=1)
+
+    def min_rows(self, x: Array) -> Array:
+        return x.amin(dim=1)
+
+    def append_columns(self, x: Array, n: int) -> Array:
+        return torch.nn.functional.pad(x, (0, n))
+
+    def all_finite(self, x: Array) -> Array:
+        return torch.isfinite(x).all().reshape(1).to(torch.float32)
+
+    def top_indices(self, keys: Array, k: int) -> Array:
+        n = keys.numel()
+        if k >= n:
+            return self.arange(n)
+        if self.device.type == "cpu":
+            return torch.from_numpy(_numpy.top_indices(keys.numpy(), k))
+        # No data-dependent shape, so no wait: find the k-th key, then number the kept entries.
+        smallest = torch.topk(keys, k, sorted=False).values.amin()
+        above, tie = keys > smallest, keys == smallest
+        room = k - above.sum()
+        kept = above | (tie & (torch.cumsum(tie, 0) <= room))
+        place = torch.where(kept, torch.cumsum(kept, 0) - 1, k)  # the others all write to slot k
+        out = torch.empty(k + 1, dtype=torch.int32, device=self.device)
+        return out.scatter_(0, place, self.arange(n))[:k]
+
+    def take(self, x: Array, indices: Array) -> Array:
+        return x.index_select(0, indices)
+
+    def scatter_add(self, acc: Array, indices: Array, values: Array) -> Array:
+        if self.device.type == "cpu" and indices.numel():
+            low, high = torch.aminmax(indices)
+            if low < 0 or high >= acc.numel():
+                raise PayloadError(f"index outside 0..{acc.numel() - 1} in a sparse payload")
+        return acc.index_add_(0, indices, values)
+
+    def accumulate(self, acc: Array, x: Array) -> Array:
+        return acc.add_(x)
+
+    def divide(self, x: Array, n: int) -> Array:
+        return x.div_(n)
+
+    def assign(self, target: Array, new: Array, ok: Array) -> None:
+        if self.device.type == "cpu":
+            if ok[0]:
+                target.copy_(new)
+        else:
+            torch.where(ok.bool(), new, target, out=target)
+
+    def poison(self, x: Array, ok: Array) -> Array:
+        if self.device.type == "cpu":
+            return x if ok[0] else x.fill_(float("nan"))
+        return x.masked_fill_(~ok.bool(), float("nan"))
