@@ -1,0 +1,24 @@
+"""Ranks compare what they were given before the first exchange: a difference is an error, not a hang."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from hvd_gradcomp.errors import DisagreementError
+from hvd_gradcomp.plan import Plan, differences
+
+
+def check(plan: Plan, gather: Callable[[bytes], list[bytes]]) -> None:
+    """Raise DisagreementError on every rank, naming the rank and the difference, if plans differ.
+
+    Args:
+        gather: everyone's bytes in rank order (they may differ in length). Called once if all
+            agree, with 16 bytes; twice if they do not.
+    """
+    digests = gather(plan.digest())
+    if len(set(digests)) == 1:
+        return
+    descriptions = [json.loads(text) for text in gather(json.dumps(plan.describe()).encode())]
+    lines = "\n  ".join(differences(descriptions))
+    raise DisagreementError(f"the ranks were given different compressions; make them alike:\n  {lines}")

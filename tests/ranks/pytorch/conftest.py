@@ -1,0 +1,13 @@
+"""PyTorch ranks."""
+
+import horovod.torch as horovod_torch
+import pytest
+import torch
+
+horovod_torch.init()
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def hvd():  # noqa: ANN201
+    return horovod_torch
