@@ -1,0 +1,11 @@
+"""Gradient compression for ``horovod.torch``."""
+
+from hvd_gradcomp import require
+
+require.framework("torch", "torch")
+require.horovod("horovod.torch")
+
+from hvd_gradcomp.torch.compression import Compression  # noqa: E402
+from hvd_gradcomp.torch.optimizer import DistributedOptimizer  # noqa: E402
+
+__all__ = ["Compression", "DistributedOptimizer"]

@@ -1,0 +1,389 @@
+"""``Compression``: passed as ``compression=`` to the stock ``horovod.torch.DistributedOptimizer``."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hvd_gradcomp import agreement, state, stats, token, unused
+from hvd_gradcomp.codecs.base import Codec, Ctx
+from hvd_gradcomp.collectives import hvd_torch
+from hvd_gradcomp.collectives.hvd_torch import OpenExchange, hvd
+from hvd_gradcomp.errors import UsageError
+from hvd_gradcomp.exchange.base import wire_bytes
+from hvd_gradcomp.flow import reduce_gradient
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.plan import Plan, Slot
+from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
+from hvd_gradcomp.spec import TensorSpec, parse
+
+LossScale = Any
+"""A number, a one-element tensor, a callable, or a GradScaler."""
+
+
+class _Bound:
+    """A parameter, its slot, and what is open for it in this step."""
+
+    def __init__(self, slot: Slot, param: torch.nn.Parameter) -> None:
+        self.slot, self.param = slot, param
+        self.ops = TorchOps(param.device)
+        self.steps = 0
+        self.grad: torch.Tensor | None = None  # given to compress in this step
+        self.version = 0  # of grad, when it was compressed
+        self.exchange: OpenExchange | None = None
+        self.mean: torch.Tensor | None = None
+
+
+class Compression:
+    """Gradient compression for an unmodified ``horovod.torch.DistributedOptimizer``.
+
+    ::
+
+        compression = gradcomp.Compression("topk(ratio=0.01)", named_parameters=model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
+                                             compression=compression)
+
+    One Compression belongs to one optimizer. With one rank stock Horovod calls no compressor, so
+    nothing is compressed and ``stats()`` shows no steps.
+
+    A step in which any gradient on any rank holds an inf or NaN is void: every gradient becomes NaN
+    on every rank (a loss scaler skips everywhere alike) and no residual or codec state moves.
+
+    Args:
+        compression: spec string or codec.
+        named_parameters: as for the optimizer: ``model.named_parameters()``.
+        exchange: how payloads are combined; ``"auto"``, ``"sum"``, ``"gather"``.
+        min_size: tensors with fewer elements are left to Horovod; 0 compresses all.
+        process_set: the one that the optimizer gets.
+        loss_scale: what the loss is multiplied by (a GradScaler, a callable, a number): residuals
+            are kept divided by it.
+        seed: of the stochastic codecs.
+        error_feedback: keep what was not sent and add it to the next gradient.
+
+    Raises:
+        SpecError: a spec, exchange or min_size that cannot be.
+        UsageError: ``named_parameters`` is not a sequence of (unique name, parameter).
+    """
+
+    none = hvd.Compression.none
+    """Horovod's own ``hvd.Compression.none``."""
+    fp16 = hvd.Compression.fp16
+    """Horovod's own ``hvd.Compression.fp16``: a plain cast, without error feedback or scaling."""
+
+    def __init__(self, compression: str | Codec,
+                 named_parameters: Iterable[tuple[str, torch.nn.Parameter]], *, exchange: str = "auto",
+                 min_size: int = DEFAULT_MIN_SIZE, process_set: Any = hvd.global_process_set,
+                 loss_scale: LossScale = None, seed: int = 0, error_feedback: bool = True) -> None:
+        named = _named(named_parameters)
+        complex_names = {name for name, param in named if param.is_complex()}
+        self.plan = Plan.make(
+            [TensorSpec(name, tuple(param.shape)) for name, param in named], Policy(parse(compression), min_size),
+            exchange=exchange, seed=seed, error_feedback=error_feedback,
+            refuse=lambda spec: "complex dtype" if spec.name in complex_names else "")
+        self.process_set = process_set
+        self.loss_scale = loss_scale
+        self._bound = {name: _Bound(self.plan.slots[name], param) for name, param in named}
+        self._by_param = {id(b.param): b for b in self._bound.values()}
+        self._by_grad: dict[int, _Bound] = {}
+        self._last: _Bound | None = None  # whose gradient was accumulated last
+        for b in self._bound.values():
+            if b.param.requires_grad:
+                b.param.register_post_accumulate_grad_hook(self._remember)  # type: ignore[no-untyped-call]
+        self._name = ""  # prefix of our collectives, once the ranks agreed
+        self._ranks: list[int] = []
+        self._token: torch.Tensor | None = None
+        self._token_checked = False
+        self._open: list[_Bound] = []  # compressed in this step, in that order
+        self._running: deque[OpenExchange] = deque()  # of them, those with rounds to go
+        self._expected = 0
+        self._sharers: Counter[int] = Counter()  # gradients of this step in one storage
+        self._magnitudes: list[torch.Tensor] = []
+        self._flag: int | None = None
+        self._verdict: torch.Tensor | None = None
+        reference = weakref.ref(self)  # the watch must not keep the residuals alive
+        unused.watch(f"Compression({self.plan.policy.codec})", lambda: _was_used(reference()), hvd.size)
+
+    # -- what Horovod calls ---------------------------------------------------------------------
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Start the exchange of a gradient; gives Horovod the token that it reduces instead.
+
+        Never waits, except once: before the first exchange the ranks compare their configuration.
+
+        Raises:
+            UsageError: the tensor is not the gradient of a bound parameter, or came twice.
+            DisagreementError: on every rank, if the ranks were configured differently.
+        """
+        b = self._find(tensor)
+        if not self._name:
+            self._agree()
+        if b.grad is not None:
+            raise UsageError(f"the gradient of {b.slot.spec.name!r} was compressed twice in one step: call "
+                             "optimizer.synchronize() or step() before the next backward pass (and give each "
+                             "optimizer a Compression of its own)")
+        if not self._open:
+            self._begin()
+        b.grad = tensor
+        self._open.append(b)
+        payload = self._dense(b, tensor) if b.slot.codec is None else self._compressed(b, tensor)
+        if self.plan.compresses and len(self._open) == self._expected:
+            self._start_flag()
+        return payload, b
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """The gradient that the optimizer is to see. The first call of a step finishes all of its
+        exchanges.
+
+        Raises:
+            ProcessSetError: Horovod and this Compression reduce over different process sets.
+            UsageError: a gradient was changed between backward() and synchronize().
+        """
+        self._finish()
+        assert self._verdict is not None
+        if ctx is None:  # a sparse gradient, which Horovod gathered by itself
+            return tensor if not self.plan.compresses or bool(self._verdict) else tensor * float("nan")
+        b: _Bound = ctx
+        if b.slot.codec is None:
+            out = torch.view_as_complex(tensor) if b.param.is_complex() else tensor.to(b.param.dtype)
+            return b.ops.poison(out, self._verdict.to(out.device)) if self.plan.compresses else out
+        if not self._token_checked:
+            token.check(tensor.tolist(), self._ranks, hvd.size())
+            self._token_checked = True
+        mean, b.mean = b.mean, None
+        assert mean is not None
+        if tensor.device.type == "cpu":
+            factor = token.factor(float(tensor[0]))
+            return mean if factor == 1.0 else mean.mul_(factor)
+        rounded = torch.round(tensor[0])  # the same snap without waiting for the device
+        close = (tensor[0] - rounded).abs() <= 1e-6 * tensor[0].abs().clamp(min=1.0)
+        return mean.mul_(torch.where(close, rounded, tensor[0]).to(mean.dtype))
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._expected = sum(b.param.requires_grad for b in self._bound.values())
+        self._verdict = None
+        self._running.clear()
+
+    def _dense(self, b: _Bound, tensor: torch.Tensor) -> torch.Tensor:
+        """Leave a gradient to Horovod, in a dtype that it can carry."""
+        self._watch(tensor)
+        if tensor.is_complex():
+            return torch.view_as_real(tensor).contiguous()
+        return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+    def _compressed(self, b: _Bound, tensor: torch.Tensor) -> torch.Tensor:
+        slot = b.slot
+        if b.ops.device != tensor.device:
+            b.ops = TorchOps(tensor.device)
+            slot.state = {key: array.to(tensor.device) for key, array in slot.state.items()}
+        self.plan.allocate(slot, lambda name, length, dtype: b.ops.zeros((length,), dtype))
+        b.version = tensor._version
+        # By logical index, so that ranks with different memory layouts mean the same elements; no
+        # copy for a contiguous float32 gradient.
+        x = tensor.detach().reshape(-1).contiguous().float()
+        self._watch(x)
+        ctx = Ctx(b.ops, slot.spec, len(self._ranks), self.process_set.rank(), self.plan.seed, state=slot.state,
+                  error_feedback=self.plan.error_feedback)
+        flow = reduce_gradient(x, slot, ctx, loss_scale=self._scale(), output=lambda: self._output(b, x))
+        b.exchange = OpenExchange(f"{self._name}.{slot.spec.name}", flow, self.process_set)
+        self._running.append(b.exchange)
+        hvd_torch.poll(self._running)
+        assert self._token is not None
+        return self._token.to(tensor.device, copy=True)
+
+    def _watch(self, x: torch.Tensor) -> None:
+        """Note a gradient for the step flag: its largest magnitude is finite exactly if all of it is."""
+        if self.plan.compresses and x.numel():
+            self._magnitudes.append(torch.linalg.vector_norm(x, float("inf")))
+
+    def _start_flag(self) -> None:
+        """One verdict for the whole step: is everything finite on every rank?"""
+        device = self._magnitudes[0].device if self._magnitudes else torch.device("cpu")
+        finite = [torch.isfinite(m).to(device, torch.float32) for m in self._magnitudes]
+        mine = torch.stack(finite).amin().reshape(1) if finite else torch.ones(1)
+        self._flag = hvd.allreduce_async(mine, name=f"{self._name}.flag", op=hvd.Min, process_set=self.process_set)
+        self._magnitudes = []
+
+    def _finish(self) -> None:
+        """Finish all exchanges of the step, once: wait for the rounds and the verdict, settle, decode."""
+        if not self._open:
+            if self._verdict is None:  # every gradient of this step is sparse
+                self._verdict = torch.ones(1)
+            return
+        if not self.plan.compresses:
+            self._verdict = torch.ones(1)
+        else:
+            if self._flag is None:
+                self._watch_sparse()
+                self._start_flag()
+            hvd_torch.finish([b.exchange for b in self._open if b.exchange is not None])
+            self._verdict, self._flag = hvd.synchronize(self._flag), None
+        self._refuse_changed()
+        self._sharers = Counter(_storage(b.grad) for b in self._open if b.grad is not None)
+        for b in self._open:
+            b.steps += 1
+            if b.exchange is not None:
+                mean = b.exchange.commit(self._verdict.to(b.ops.device))
+                b.mean = self._into_gradient(b, mean)
+            b.grad = b.exchange = None
+        self._open = []
+        self._by_grad = {}
+
+    def _refuse_changed(self) -> None:
+        changed = [b.slot.spec.name for b in self._open
+                   if b.exchange is not None and b.grad is not None and b.grad._version != b.version]
+        if changed:
+            for b in self._open:
+                b.grad = b.exchange = None
+            self._open = []
+            raise UsageError(f"the gradient of {changed[0]!r} was changed after backward() and before it was reduced; "
+                             "call optimizer.synchronize() before clipping, unscaling or zeroing gradients")
+
+    def _output(self, b: _Bound, x: torch.Tensor) -> torch.Tensor:
+        """Zeros for the mean: the gradient's own storage, or the copy, if nothing else lives in it."""
+        grad = b.grad
+        assert grad is not None
+        private = x.data_ptr() != grad.data_ptr() or self._sharers[_storage(grad)] == 1
+        return x.zero_() if private else torch.zeros_like(x)
+
+    def _into_gradient(self, b: _Bound, mean: torch.Tensor) -> torch.Tensor:
+        grad = b.grad
+        assert grad is not None
+        if mean.data_ptr() == grad.data_ptr():
+            return grad.detach()
+        out = grad.detach()
+        if self._sharers[_storage(grad)] > 1 or _overlaps_itself(grad):
+            out = torch.empty_like(b.param, memory_format=torch.preserve_format).detach()
+        return out.copy_(mean.view(grad.shape))  # keeps strides and dtype
+
+    # -- which parameter ------------------------------------------------------------------------
+
+    def _remember(self, param: torch.Tensor) -> None:
+        """Runs just before Horovod's own hook of the same parameter."""
+        self._last = self._by_param[id(param)]
+        self._verdict = None  # a new step has begun
+
+    def _find(self, tensor: torch.Tensor) -> _Bound:
+        last = self._last
+        if last is not None and last.param.grad is tensor:
+            return last
+        found = self._by_grad.get(id(tensor))
+        if found is None or found.param.grad is not tensor:
+            self._by_grad = {id(b.param.grad): b for b in self._bound.values() if b.param.grad is not None}
+            found = self._by_grad.get(id(tensor))
+        if found is not None:
+            return found
+        # sparse_as_dense=True: Horovod made the tensor, from the gradient that was accumulated last
+        if last is not None and last.grad is None and _is_sparse(last.param) and last.param.shape == tensor.shape:
+            return last
+        if id(tensor) in self._by_param:
+            raise UsageError("op=Adasum combines parameter updates by their angles, which no payload can carry: use "
+                             "op=Average or op=Sum with compression")
+        raise UsageError(f"asked to compress a tensor of shape {tuple(tensor.shape)} that is no gradient of the "
+                         f"{len(self._bound)} parameters this Compression was given: pass it the same "
+                         "named_parameters as the optimizer")
+
+    def _watch_sparse(self) -> None:
+        """Sparse gradients never reach compress(), but a NaN in one voids the step all the same."""
+        for b in self._bound.values():
+            if b.grad is None and _is_sparse(b.param):
+                assert b.param.grad is not None
+                self._watch(b.param.grad._values())
+
+    # -- before the first exchange --------------------------------------------------------------
+
+    def _agree(self) -> None:
+        if not self.process_set.included():
+            raise UsageError(f"this rank is not in the Compression's process set {self.process_set.ranks}")
+        name = hvd_torch.agreement_name(self.process_set)
+        agreement.check(self.plan, lambda data: hvd_torch.gather_bytes(data, self.process_set, name))
+        self._name = name
+        self._ranks = list(self.process_set.ranks)
+        self._token = torch.tensor(token.values(self._ranks, hvd.rank(), hvd.size()))
+
+    def _scale(self) -> Any:
+        scale = self.loss_scale
+        if hasattr(scale, "get_scale"):
+            return scale.get_scale()
+        return scale() if callable(scale) else scale
+
+    # -- what users ask -------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes and choices so far on this rank.
+
+        Returns:
+            ``steps``; ``wire_bytes_sent`` and ``wire_bytes_received`` (this rank's, counted as ring
+            collectives, tokens and step flag included); ``dense_bytes`` (what a float32 ring
+            all-reduce would have received); ``ratio`` (dense_bytes / wire_bytes_received);
+            ``ranks``; ``tensors``: per parameter codec, exchange, payload bytes, residual norm, or
+            the reason why it is not compressed.
+        """
+        ranks = self.process_set.size() or 1
+        compressed = sum(slot.codec is not None for slot in self.plan.slots.values())
+        token_size = len(self._token) if self._token is not None else 0
+        overhead = wire_bytes("sum", 4 * (token_size * compressed + 1), ranks) if compressed else 0.0
+        extra: dict[str, dict[str, Any]] = {}
+        for name, b in self._bound.items():
+            residual = b.slot.state.get("residual")
+            if residual is not None:
+                extra[name] = {"residual_norm": float(torch.linalg.vector_norm(residual))}
+            if _is_sparse(b.param) and b.steps == 0:
+                extra[name] = {"codec": None, "exchange": "horovod", "payload_bytes": None,
+                               "reason": "sparse gradient: Horovod gathers it"}
+        return stats.summary(self.plan, ranks, {name: b.steps for name, b in self._bound.items()}, extra, overhead)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals and codec state: tensors and plain values, for one file per rank."""
+        self._allocate_all()
+        return state.save(self.plan, self.process_set.rank(), self.process_set.size(), lambda array: array.clone())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict` of the same rank, world size and configuration.
+
+        Raises StateError, before anything is changed, if it does not fit.
+        """
+        self._allocate_all()
+        state.restore(state_dict, self.plan, self.process_set.rank(), self.process_set.size(),
+                      lambda target, saved: target.copy_(saved))
+
+    def _allocate_all(self) -> None:
+        for b in self._bound.values():
+            self.plan.allocate(b.slot, _allocator(b.ops))
+
+
+def _was_used(compression: Compression | None) -> bool:
+    return compression is None or bool(compression._name)
+
+
+def _allocator(ops: TorchOps) -> Callable[[str, int, str], torch.Tensor]:
+    return lambda name, length, dtype: ops.zeros((length,), dtype)
+
+
+def _named(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
+    named = list(named_parameters)
+    if not named:
+        raise UsageError("named_parameters is empty (a generator can be read only once: call "
+                         "model.named_parameters() again for each use)")
+    for item in named:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor)):
+            raise UsageError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives")
+    return named
+
+
+def _is_sparse(param: torch.Tensor) -> bool:
+    return param.grad is not None and param.grad.is_sparse
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as in an expanded gradient, so that it cannot be written to."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -1,0 +1,85 @@
+"""``DistributedOptimizer``: Horovod's own, with compression, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.codecs.base import Codec
+from hvd_gradcomp.collectives.hvd_torch import hvd
+from hvd_gradcomp.errors import UsageError
+from hvd_gradcomp.policy import DEFAULT_MIN_SIZE
+from hvd_gradcomp.torch.compression import Compression, LossScale
+
+
+def DistributedOptimizer(
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+        compression: str | Codec | Compression | Any = "none", *, exchange: str = "auto",
+        min_size: int = DEFAULT_MIN_SIZE, loss_scale: LossScale = None, seed: int = 0, error_feedback: bool = True,
+        process_set: Any = hvd.global_process_set, op: Any = hvd.Average, **horovod: Any) -> Any:
+    """``hvd.DistributedOptimizer`` with gradient compression.
+
+    The same object as Horovod makes, with three of its faults mended: ``zero_grad`` takes
+    ``set_to_none``; ``step(closure)`` reduces the gradients that the closure computes; and
+    ``add_param_group`` after wrapping is refused, since Horovod would never reduce its gradients.
+    The Compression is the attribute ``compression``.
+
+    Args:
+        compression: spec string, codec, Compression, or a compressor of Horovod's own.
+        exchange, min_size, loss_scale, seed, error_feedback: see :class:`Compression`.
+        horovod: what ``hvd.DistributedOptimizer`` takes (``backward_passes_per_step``, ``groups``,
+            ``gradient_predivide_factor``, ``sparse_as_dense``, ...).
+
+    Raises:
+        UsageError: ``op=Adasum``, which needs whole gradients.
+    """
+    if op == hvd.Adasum:
+        raise UsageError("op=Adasum combines parameter updates by their angles, which no payload can carry: use "
+                         "op=Average or op=Sum with compression")
+    if named_parameters is None:
+        named = [(f"allreduce.noname.{i}.{j}", param) for i, group in enumerate(optimizer.param_groups)
+                 for j, param in enumerate(group["params"])]
+    else:
+        named = list(named_parameters)
+    if isinstance(compression, str | Codec):
+        compression = Compression(compression, named, exchange=exchange, min_size=min_size, process_set=process_set,
+                                  loss_scale=loss_scale, seed=seed, error_feedback=error_feedback)
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression,
+                                       process_set=process_set, op=op, **horovod)
+    wrapped.compression = compression
+    _mend(type(wrapped))
+    return wrapped
+
+
+def _mend(cls: Any) -> None:
+    """Replace three methods of the class that Horovod made for this one optimizer.
+
+    It is a fresh class each time, so nothing of Horovod itself changes. It cannot be subclassed:
+    its methods call ``super(self.__class__, self)``.
+    """
+    # The inner optimizer's step fires the step hooks; Horovod's, unwrapped, must not fire them again.
+    horovod_step = getattr(cls.step, "__wrapped__", cls.step)
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if self._handles:
+            raise AssertionError("zero_grad() was called after backward() and before step() or synchronize(): the "
+                                 "gradients are still being reduced")
+        super(cls, self).zero_grad(set_to_none)
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        horovod_step(self)
+        return loss
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        raise UsageError("add_param_group() after wrapping: Horovod would never reduce the new parameters' gradients. "
+                         "Add the group to the optimizer before wrapping it")
+
+    setattr(step, "hooked", True)  # noqa: B010 - tells torch not to wrap it for hooks again
+    cls.zero_grad, cls.step, cls.add_param_group = zero_grad, step, add_param_group
