@@ -6,6 +6,8 @@ from __future__ import annotations
 class GradcompError(Exception):
     """Base of all errors of hvd_gradcomp."""
 
+    ag_pass_through = True  # else TensorFlow's AutoGraph turns it into a StagingError
+
 
 class SpecError(GradcompError, ValueError):
     """A spec string, codec argument or option that cannot be meant: says what exists."""

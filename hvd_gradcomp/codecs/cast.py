@@ -12,6 +12,7 @@ from hvd_gradcomp.spec import TensorSpec
 
 _FP16_MAX = 65504.0
 _EXPONENT = 0x7F800000  # of a float32's bits
+_BF16_MAX = 0x7F7F0000  # bits of the largest finite bfloat16
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ class Fp16(Codec):
             return ctx.ops.constant([2.0**-shift], "float32")
         ops = ctx.ops
         # bound <= 2**(exponent + 1), so scale = 2**(14 - shift - exponent). Its exponent field is
-        # kept in 1..253 so that neither it nor its inverse is a denormal.
+        # kept in 1..228: neither it nor its inverse is a denormal, and denormals, which TensorFlow
+        # takes as 0, are 0 in half precision even when scaled.
         field = ops.shift_right(ops.bit_and(ops.bitcast(ops.abs(ctx.bound), "int32"), _EXPONENT), 23)
-        field = ops.minimum(ops.maximum((127 + 14 - shift + 127) - field, 1), 253)
+        field = ops.minimum(ops.maximum((127 + 14 - shift + 127) - field, 1), 228)
         return ops.bitcast(ops.shift_left(field, 23), "float32")
 
 
@@ -76,12 +78,11 @@ class Bf16(Codec):
 
     def encode(self, x: Array, ctx: Ctx) -> Parts:
         ops = ctx.ops
-        largest = 3.3895313892515355e38  # 0x7F7F0000, the largest finite bfloat16
-        bits = ops.bitcast(ops.minimum(ops.maximum(x, -largest), largest), "int32")
-        odd = ops.bit_and(ops.shift_right(bits, 16), 1)
-        upper = ops.shift_right(bits + (odd + 0x7FFF), 16)
-        # 0..65535 to int16 without relying on an overflowing cast: take the lower half of each word
-        return {"values": ops.bitcast(upper, "int16")[::2]}
+        bits = ops.bitcast(x, "int32")  # all on the bits: float operations of TensorFlow flush denormals
+        magnitude = ops.minimum(ops.bit_and(bits, 0x7FFFFFFF), _BF16_MAX)
+        odd = ops.bit_and(ops.shift_right(magnitude, 16), 1)
+        rounded = ops.shift_right(magnitude + (odd + 0x7FFF), 16)
+        return {"values": ops.cast(rounded - 0x8000 * ops.shift_right(bits, 31), "int16")}
 
     def decode(self, parts: Parts, acc: Array, ctx: Ctx) -> Array:
         ops = ctx.ops

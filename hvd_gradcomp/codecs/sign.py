@@ -12,6 +12,8 @@ from hvd_gradcomp.ops.base import Array
 from hvd_gradcomp.payload import Layout, Part, Parts
 from hvd_gradcomp.spec import TensorSpec
 
+_TINY = 2.0**-90  # magnitudes below this count as 0: shares of them would be denormals
+
 
 @dataclass(frozen=True)
 class Sign(Codec):
@@ -38,13 +40,14 @@ class Sign(Codec):
 
     def encode(self, x: Array, ctx: Ctx) -> Parts:
         ops, n = ctx.ops, ctx.spec.numel
+        x = ops.flush(x, _TINY)
         magnitudes = blocks.rows(ops, ops.abs(x), self.block, edge=False)
         width = int(magnitudes.shape[1])
         in_last = n - (blocks.count(n, self.block) - 1) * width
         # Each term is divided first where the sum could overflow: a power of two rounds nothing.
         room = 2.0 ** -(width.bit_length())
         sums = ops.sum_rows(magnitudes * room)
-        scale = ops.concat([sums[:-1] / (width * room), sums[-1:] / (in_last * room)])
+        scale = ops.concat([ops.divide(sums[:-1], width * room), ops.divide(sums[-1:], in_last * room)])
         positive = ops.cast(x >= 0.0, "int32")
         return {"scale": scale, "signs": packing.pack(ops, positive, 1)}
 

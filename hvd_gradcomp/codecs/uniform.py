@@ -9,12 +9,12 @@ from hvd_gradcomp.codecs import blocks
 from hvd_gradcomp.codecs.base import Claims, Codec, Ctx, is_int
 from hvd_gradcomp.ops import bits as packing
 from hvd_gradcomp.ops import rng
-from hvd_gradcomp.ops.base import Array, Ops
+from hvd_gradcomp.ops.base import Array
 from hvd_gradcomp.payload import Layout, Part, Parts
 from hvd_gradcomp.spec import TensorSpec
 
-_TINY = 2.0**-120  # steps and offsets below this are taken as 0: TensorFlow flushes denormals, numpy does not
-_HUGE = 2.0**126  # a range above this is cut (the rest stays in the residual): its codes would overflow
+_TINY = 2.0**-100  # steps and offsets below this are taken as 0: what denormals add to them shows in no code
+_HUGE = 2.0**125  # what is above this in magnitude stays in the residual: the range would overflow
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,17 @@ class Uniform(Codec):
 
     def encode(self, x: Array, ctx: Ctx) -> Parts:
         ops, n = ctx.ops, ctx.spec.numel
+        x = ops.flush(ops.minimum(ops.maximum(x, -_HUGE), _HUGE))
         rows = blocks.rows(ops, x, self.block, edge=True)
         high, low = ops.max_rows(rows), ops.min_rows(rows)
         if self.symmetric:
             high = ops.maximum(high, -1.0 * low)
-            step = self._positive(ops, ops.minimum(high, _HUGE) / (self._top // 2))
+            step = ops.flush(ops.divide(high, self._top // 2), _TINY)
             low = -1.0 * (step * (self._top // 2))
         else:
-            step = self._positive(ops, ops.minimum(high - low, _HUGE) / self._top)
-            low = ops.where(ops.abs(low) < _TINY, 0.0 * low, low)
-        level = ops.minimum(rows - blocks.spread(ops, low, n, self.block), _HUGE)
+            step = ops.flush(ops.divide(high - low, self._top), _TINY)
+            low = ops.flush(low, _TINY)
+        level = rows - blocks.spread(ops, low, n, self.block)
         level = level / blocks.spread(ops, ops.where(step > 0.0, step, step + 1.0), n, self.block)
         level = blocks.flat(ops, level, n)
         nearest = ops.rint(level)
@@ -110,7 +111,3 @@ class Uniform(Codec):
         if not self.symmetric:
             rows = rows + blocks.spread(ops, parts["low"], n, self.block)
         return ops.accumulate(acc, blocks.flat(ops, rows, n))
-
-    @staticmethod
-    def _positive(ops: Ops, step: Array) -> Array:
-        return ops.where(step < _TINY, 0.0 * step, step)

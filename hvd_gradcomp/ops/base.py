@@ -1,10 +1,15 @@
 """The closed list of array operations that codecs, memory and exchanges may use.
 
-One subclass per framework (numpy, torch, TensorFlow). Arrays support Python's ``+ - * / < <= > >=``
-between arrays of one dtype and Python scalars, and slicing along the first axis; everything else
-goes through a method here. What is written here holds in every framework, bit for bit:
+One subclass per framework (numpy, torch, TensorFlow). Arrays support Python's ``+ - * < <= > >=``
+between arrays of one dtype and Python scalars, ``/`` between arrays, and slicing along the first
+axis; everything else goes through a method here. What is written here holds in every framework,
+bit for bit:
 
-* Rounding is half to even. Division is the IEEE division, never a multiplication by an inverse.
+* Rounding is half to even. Division is the IEEE division, never a multiplication by an inverse:
+  by a Python number it goes through :meth:`Ops.divide` (TensorFlow's graph optimizer and torch on
+  CUDA make ``x / 3`` a multiplication).
+* Denormals are taken as 0 by TensorFlow and kept by the others, and which of 0.0 and -0.0 is the
+  smaller one differs: what decides bytes goes through :meth:`Ops.flush`, or works on the bits.
 * :meth:`Ops.top_indices`: larger key first, ties to the lowest index, result in ascending order.
 * :meth:`Ops.sum_rows` adds in a fixed tree order; no other float sum may decide bytes.
 * Scalars are arrays of shape ``(1,)``: 0-d arrays do not travel through all-gather.
@@ -103,6 +108,11 @@ class Ops(ABC):
     def where(self, condition: Array, x: Array | float, y: Array | float) -> Array:
         """float32 choice by a boolean array."""
 
+    def flush(self, x: Array, below: float = 2.0**-126) -> Array:
+        """float32 with 0.0 for what is smaller in magnitude than ``below``: by default -0.0 and
+        denormals, of which frameworks make different things. NaN stays."""
+        return self.where(self.abs(x) < below, 0.0, x)
+
     # -- bits of int32 --------------------------------------------------------------------------
 
     @abstractmethod
@@ -176,8 +186,9 @@ class Ops(ABC):
         """``acc + x``; in place where the framework has in-place operations. ``acc`` is used up."""
 
     @abstractmethod
-    def divide(self, x: Array, n: int) -> Array:
-        """``x / n``; in place where the framework has in-place operations. ``x`` is used up."""
+    def divide(self, x: Array, n: float) -> Array:
+        """``x / n`` by an IEEE division, ``n`` rounded to float32 and not 0; in place where the framework
+        has in-place operations. ``x`` is used up."""
 
     @abstractmethod
     def assign(self, target: Array, new: Array, ok: Array) -> None:

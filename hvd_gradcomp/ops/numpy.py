@@ -112,7 +112,7 @@ class NumpyOps(Ops):
         acc += x
         return acc
 
-    def divide(self, x: Array, n: int) -> Array:
+    def divide(self, x: Array, n: float) -> Array:
         x /= np.float32(n)
         return x
 

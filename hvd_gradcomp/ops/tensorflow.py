@@ -106,10 +106,15 @@ class TensorflowOps(Ops):
         return tf.tensor_scatter_nd_add(acc, tf.reshape(indices, (-1, 1)), values)
 
     def accumulate(self, acc: Array, x: Array) -> Array:
-        return acc + x
+        # Not acc + x: in a tf.function a chain of additions becomes one AddN, in whatever order. As an
+        # update of a row it keeps its place, and the accumulator its storage.
+        n = int(acc.shape[0])
+        sums = tf.tensor_scatter_nd_add(tf.reshape(acc, (1, n)), [[0]], tf.reshape(x, (1, n)))
+        return tf.reshape(sums, (n,))
 
-    def divide(self, x: Array, n: int) -> Array:
-        return x / n
+    def divide(self, x: Array, n: float) -> Array:
+        # a plain division by a constant becomes a multiplication by its inverse in a tf.function
+        return tf.math.divide_no_nan(x, tf.constant(n, x.dtype))
 
     def assign(self, target: Array, new: Array, ok: Array) -> None:
         target.assign(tf.where(tf.cast(ok, tf.bool), new, target))

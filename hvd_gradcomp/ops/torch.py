@@ -45,7 +45,9 @@ class TorchOps(Ops):
         return x.to(DTYPES[dtype])
 
     def bitcast(self, x: Array, dtype: str) -> Array:
-        return x.contiguous().view(DTYPES[dtype])
+        if x.stride(-1) != 1:  # also for one element, which contiguous() would leave as it is
+            x = x.clone(memory_format=torch.contiguous_format)
+        return x.view(DTYPES[dtype])
 
     def fill(self, x: Array, n: int) -> Array:
         return x.expand(n)
@@ -129,8 +131,9 @@ class TorchOps(Ops):
     def accumulate(self, acc: Array, x: Array) -> Array:
         return acc.add_(x)
 
-    def divide(self, x: Array, n: int) -> Array:
-        return x.div_(n)
+    def divide(self, x: Array, n: float) -> Array:
+        # CUDA divides by a number of the host through its inverse, by one of the device as it should
+        return x.div_(n if self.device.type == "cpu" else torch.full((1,), n, dtype=x.dtype, device=self.device))
 
     def assign(self, target: Array, new: Array, ok: Array) -> None:
         if self.device.type == "cpu":
