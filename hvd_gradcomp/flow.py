@@ -18,13 +18,14 @@ from hvd_gradcomp.plan import Slot
 STEP = "step"
 
 
-def reduce_gradient(grad: Array, slot: Slot, ctx: Ctx, *, loss_scale: Array | float | None = None,
+def reduce_gradient(grad: Array, slot: Slot, ctx: Ctx, *, stage: int = 0, loss_scale: Array | float | None = None,
                     output: Callable[[], Array] | None = None) -> Flow:
     """Reduce one gradient to its mean over the ranks, compressed.
 
     Args:
         grad: float32 ``[numel]``; only read, until ``output`` is called.
-        slot: the tensor's codec, exchange and state.
+        slot: the tensor's codecs, exchanges and state.
+        stage: which of the slot's stages this step is in, the same on all ranks.
         loss_scale: what the loss was multiplied by.
         output: gives the float32 zeros ``[numel]`` that the mean is decoded into, called after the
             last read of ``grad`` (it may be the same storage); a new array by default.
@@ -33,11 +34,11 @@ def reduce_gradient(grad: Array, slot: Slot, ctx: Ctx, *, loss_scale: Array | fl
         The mean, float32 ``[numel]``; NaN everywhere if the step's verdict is 0. Such a void step
         changes no bit of ``slot.state``.
     """
-    assert slot.codec is not None and slot.exchange is not None
     ops, state = ctx.ops, slot.state
+    codec, exchange = slot.stages[stage].codec, slot.stages[stage].exchange
     residual = state.get(error_feedback.STATE)
 
-    received = yield from slot.exchange.rounds(slot.codec, error_feedback.load(grad, residual, loss_scale), ctx)
+    received = yield from exchange.rounds(codec, error_feedback.load(grad, residual, loss_scale), ctx)
     ok = yield Commit()
     if residual is not None:
         x = error_feedback.load(grad, residual, loss_scale)

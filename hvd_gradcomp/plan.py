@@ -16,6 +16,7 @@ from hvd_gradcomp.exchange.base import Exchange
 from hvd_gradcomp.memory import error_feedback
 from hvd_gradcomp.ops.base import Array
 from hvd_gradcomp.policy import Policy
+from hvd_gradcomp.schedule import Schedule
 from hvd_gradcomp.spec import TensorSpec
 from hvd_gradcomp.version import __version__
 
@@ -23,26 +24,58 @@ Allocate = Callable[[str, int, str], Array]
 """``(name, length, dtype)`` to a new state array of zeros."""
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A codec and the exchange that carries its payload."""
+
+    codec: Codec
+    exchange: Exchange
+
+
 @dataclass
 class Slot:
     """One tensor: how it is reduced, and its state on this rank."""
 
     spec: TensorSpec
-    codec: Codec | None
-    exchange: Exchange | None
+    schedule: Schedule | None
+    """Its codecs by step; None if it is not compressed."""
+    stages: tuple[Stage, ...]
     reason: str = ""
     """Why it is not compressed, if it is not."""
     state: dict[str, Array] = field(default_factory=dict)
 
+    @property
+    def codec(self) -> Codec | None:
+        """The codec of the first stage, for most the only one; None if not compressed."""
+        return self.stages[0].codec if self.stages else None
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The exchange of the first stage; None if not compressed."""
+        return self.stages[0].exchange if self.stages else None
+
+    @property
+    def codec_text(self) -> str:
+        """The codec as a spec string, or all stages of its schedule."""
+        if self.schedule is None:
+            return "dense"
+        return str(self.schedule) if len(self.stages) > 1 else str(self.codec)
+
+    @property
+    def exchange_text(self) -> str:
+        """The exchange's name, or one for each stage."""
+        return ", ".join(stage.exchange.name for stage in self.stages) or "horovod"
+
     def state_layout(self, memory: bool) -> dict[str, tuple[int, str]]:
-        """Name to (length, dtype) of the state arrays this tensor needs."""
+        """Name to (length, dtype) of the state arrays this tensor needs, for all of its stages."""
+        codecs = [stage.codec for stage in self.stages]
         layout: dict[str, tuple[int, str]] = {}
-        if self.codec is not None:
-            if memory and not self.codec.lossless:
-                layout[error_feedback.STATE] = (self.spec.numel, "float32")
-            if self.codec.uses_step:
-                layout["step"] = (1, "int32")
-            layout |= self.codec.state(self.spec)
+        if memory and not all(codec.lossless for codec in codecs):
+            layout[error_feedback.STATE] = (self.spec.numel, "float32")
+        if len(codecs) > 1 or any(codec.uses_step for codec in codecs):
+            layout["step"] = (1, "int32")
+        for codec in codecs:
+            layout |= codec.state(self.spec)
         return layout
 
 
@@ -60,7 +93,6 @@ class Plan:
     def make(cls, specs: Iterable[TensorSpec], policy: Policy, *, exchange: str = "auto", seed: int = 0,
              error_feedback: bool = True, refuse: Callable[[TensorSpec], str] = lambda spec: "") -> Plan:
         """Choose for every tensor. ``refuse`` gives an adapter's own reasons not to compress one."""
-        choose(policy.codec, exchange)  # an exchange that cannot carry the codec is an error at once
         slots: dict[str, Slot] = {}
         for spec in specs:
             if spec.name in slots:
@@ -68,7 +100,10 @@ class Plan:
             codec, reason = policy.choose(spec)
             if codec is not None and refuse(spec):
                 codec, reason = None, refuse(spec)
-            slots[spec.name] = Slot(spec, codec, choose(codec, exchange) if codec else None, reason)
+            # An exchange that cannot carry a codec is an error here, before anything is sent.
+            schedule = None if codec is None else codec if isinstance(codec, Schedule) else Schedule((0,), (codec,))
+            stages = tuple(Stage(each, choose(each, exchange)) for each in schedule.codecs) if schedule else ()
+            slots[spec.name] = Slot(spec, schedule, stages, reason)
         return cls(slots, policy, exchange, seed, error_feedback)
 
     @property
@@ -84,10 +119,10 @@ class Plan:
 
     def describe(self) -> list[Any]:
         """Everything that ranks must agree on, as JSON values: settings, then a row per tensor."""
-        settings = {"version": __version__, "codec": str(self.policy.codec), "exchange": self.exchange,
+        settings = {"version": __version__, "codec": str(self.policy), "exchange": self.exchange,
                     "min_size": self.policy.min_size, "seed": self.seed, "error_feedback": self.error_feedback}
-        rows = [[slot.spec.name, list(slot.spec.shape), str(slot.codec or "dense"),
-                 slot.exchange.name if slot.exchange else "horovod"] for slot in self.slots.values()]
+        rows = [[slot.spec.name, list(slot.spec.shape), slot.codec_text, slot.exchange_text]
+                for slot in self.slots.values()]
         return [settings, *rows]
 
     def digest(self) -> bytes:

@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from hvd_gradcomp.codecs.base import Codec, Ctx
+from hvd_gradcomp.codecs.base import Ctx
 from hvd_gradcomp.errors import UsageError
 from hvd_gradcomp.exchange.base import Commit, Flow, Send, wire_bytes
 from hvd_gradcomp.flow import reduce_gradient
 from hvd_gradcomp.ops.base import Array, Ops
-from hvd_gradcomp.plan import Plan
+from hvd_gradcomp.plan import Plan, Slot
 from hvd_gradcomp.policy import Policy
-from hvd_gradcomp.spec import TensorSpec, parse
+from hvd_gradcomp.spec import TensorSpec
 
 
 class LocalWorld:
     """A world of ``ranks`` whose gradients are reduced together, without MPI, at any N.
 
     Args:
-        spec: a codec or spec string.
+        spec: what users pass as ``compression``: a spec string, codec, schedule, dict of rules.
         shapes: name to shape of each tensor.
         ranks: world size.
         ops: array operations (default numpy).
@@ -30,7 +30,7 @@ class LocalWorld:
     Every tensor is compressed, whatever its size, unless ``min_size`` says otherwise.
     """
 
-    def __init__(self, spec: str | Codec, shapes: Mapping[str, Sequence[int]], ranks: int, *, ops: Ops | None = None,
+    def __init__(self, spec: Any, shapes: Mapping[str, Sequence[int]], ranks: int, *, ops: Ops | None = None,
                  exchange: str = "auto", min_size: int = 0, seed: int = 0, error_feedback: bool = True,
                  state: Callable[[Array], Array] = lambda array: array) -> None:
         if ops is None:
@@ -41,7 +41,7 @@ class LocalWorld:
         self.received_bytes = 0.0
         """What one rank has received so far, counted from what was really sent."""
         specs = [TensorSpec(name, tuple(shape)) for name, shape in shapes.items()]
-        self.plans = [Plan.make(specs, Policy(parse(spec), min_size), exchange=exchange, seed=seed,
+        self.plans = [Plan.make(specs, Policy.make(spec, min_size), exchange=exchange, seed=seed,
                                 error_feedback=error_feedback) for _ in range(ranks)]
         for plan in self.plans:
             for slot in plan.slots.values():
@@ -67,11 +67,12 @@ class LocalWorld:
                 for rank in range(1, self.ranks):
                     total = total + flat[rank][name]
                 self.received_bytes += wire_bytes("sum", 4 * slots[0].spec.numel, self.ranks)
-                results = [self.ops.poison(total / self.ranks, verdict) for _ in range(self.ranks)]
+                results = [self.ops.poison(self.ops.divide(total + 0.0, self.ranks), verdict)
+                           for _ in range(self.ranks)]
             else:
                 results = self.run([
-                    reduce_gradient(flat[rank][name], slot, self.ctx(rank, name), loss_scale=loss_scale)
-                    for rank, slot in enumerate(slots)], verdict)
+                    reduce_gradient(flat[rank][name], slot, self.ctx(rank, name), stage=self._stage(slot),
+                                    loss_scale=loss_scale) for rank, slot in enumerate(slots)], verdict)
             for rank, result in enumerate(results):
                 outs[rank][name] = self.ops.reshape(result, slots[rank].spec.shape)
         return outs
@@ -81,6 +82,12 @@ class LocalWorld:
         slot = self.plans[rank].slots[name]
         return Ctx(self.ops, slot.spec, self.ranks, rank, self.seed, state=slot.state,
                    error_feedback=self.plans[rank].error_feedback)
+
+    @staticmethod
+    def _stage(slot: Slot) -> int:
+        if slot.schedule is None or len(slot.stages) == 1:
+            return 0
+        return slot.schedule.stage(int(np.asarray(slot.state["step"])[0]))
 
     def run(self, flows: list[Flow], verdict: Array) -> list[Array]:
         """Drive one flow per rank to its end. Raises UsageError if the ranks do not send alike."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp import agreement, state, stats, token, unused
-from hvd_gradcomp.codecs.base import Codec, Ctx
+from hvd_gradcomp.codecs.base import Ctx
 from hvd_gradcomp.collectives import hvd_torch
 from hvd_gradcomp.collectives.hvd_torch import OpenExchange, hvd
 from hvd_gradcomp.errors import UsageError
@@ -19,7 +19,7 @@ from hvd_gradcomp.flow import reduce_gradient
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.plan import Plan, Slot
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
-from hvd_gradcomp.spec import TensorSpec, parse
+from hvd_gradcomp.spec import TensorSpec
 
 LossScale = Any
 """A number, a one-element tensor, a callable, or a GradScaler."""
@@ -31,7 +31,8 @@ class _Bound:
     def __init__(self, slot: Slot, param: torch.nn.Parameter) -> None:
         self.slot, self.param = slot, param
         self.ops = TorchOps(param.device)
-        self.steps = 0
+        self.steps = [0] * max(len(slot.stages), 1)  # by stage
+        self.stage = 0
         self.grad: torch.Tensor | None = None  # given to compress in this step
         self.version = 0  # of grad, when it was compressed
         self.exchange: OpenExchange | None = None
@@ -54,7 +55,7 @@ class Compression:
     on every rank (a loss scaler skips everywhere alike) and no residual or codec state moves.
 
     Args:
-        compression: spec string or codec.
+        compression: spec string or codec; or different ones by layer or by step, see :meth:`Policy.make`.
         named_parameters: as for the optimizer: ``model.named_parameters()``.
         exchange: how payloads are combined; ``"auto"``, ``"sum"``, ``"gather"``.
         min_size: tensors with fewer elements are left to Horovod; 0 compresses all.
@@ -74,14 +75,14 @@ class Compression:
     fp16 = hvd.Compression.fp16
     """Horovod's own ``hvd.Compression.fp16``: a plain cast, without error feedback or scaling."""
 
-    def __init__(self, compression: str | Codec,
+    def __init__(self, compression: Any,
                  named_parameters: Iterable[tuple[str, torch.nn.Parameter]], *, exchange: str = "auto",
                  min_size: int = DEFAULT_MIN_SIZE, process_set: Any = hvd.global_process_set,
                  loss_scale: LossScale = None, seed: int = 0, error_feedback: bool = True) -> None:
         named = _named(named_parameters)
         complex_names = {name for name, param in named if param.is_complex()}
         self.plan = Plan.make(
-            [TensorSpec(name, tuple(param.shape)) for name, param in named], Policy(parse(compression), min_size),
+            [TensorSpec(name, tuple(param.shape)) for name, param in named], Policy.make(compression, min_size),
             exchange=exchange, seed=seed, error_feedback=error_feedback,
             refuse=lambda spec: "complex dtype" if spec.name in complex_names else "")
         self.process_set = process_set
@@ -105,7 +106,7 @@ class Compression:
         self._flag: int | None = None
         self._verdict: torch.Tensor | None = None
         reference = weakref.ref(self)  # the watch must not keep the residuals alive
-        unused.watch(f"Compression({self.plan.policy.codec})", lambda: _was_used(reference()), hvd.size)
+        unused.watch(f"Compression({self.plan.policy})", lambda: _was_used(reference()), hvd.size)
 
     # -- what Horovod calls ---------------------------------------------------------------------
 
@@ -187,9 +188,12 @@ class Compression:
         # copy for a contiguous float32 gradient.
         x = tensor.detach().reshape(-1).contiguous().float()
         self._watch(x)
+        if b.stage + 1 < len(slot.stages):  # in the last stage nothing is looked up, so no device waits
+            assert slot.schedule is not None
+            b.stage = slot.schedule.stage(int(slot.state["step"][0]))
         ctx = Ctx(b.ops, slot.spec, len(self._ranks), self.process_set.rank(), self.plan.seed, state=slot.state,
                   error_feedback=self.plan.error_feedback)
-        flow = reduce_gradient(x, slot, ctx, loss_scale=self._scale(), output=lambda: self._output(b, x))
+        flow = reduce_gradient(x, slot, ctx, stage=b.stage, loss_scale=self._scale(), output=lambda: self._output(b, x))
         b.exchange = OpenExchange(f"{self._name}.{slot.spec.name}", flow, self.process_set)
         self._running.append(b.exchange)
         hvd_torch.poll(self._running)
@@ -226,7 +230,7 @@ class Compression:
         self._refuse_changed()
         self._sharers = Counter(_storage(b.grad) for b in self._open if b.grad is not None)
         for b in self._open:
-            b.steps += 1
+            b.steps[b.stage] += 1
             if b.exchange is not None:
                 mean = b.exchange.commit(self._verdict.to(b.ops.device))
                 b.mean = self._into_gradient(b, mean)
@@ -333,7 +337,7 @@ class Compression:
             residual = b.slot.state.get("residual")
             if residual is not None:
                 extra[name] = {"residual_norm": float(torch.linalg.vector_norm(residual))}
-            if _is_sparse(b.param) and b.steps == 0:
+            if _is_sparse(b.param) and not any(b.steps):
                 extra[name] = {"codec": None, "exchange": "horovod", "payload_bytes": None,
                                "reason": "sparse gradient: Horovod gathers it"}
         return stats.summary(self.plan, ranks, {name: b.steps for name, b in self._bound.items()}, extra, overhead)
@@ -351,6 +355,8 @@ class Compression:
         self._allocate_all()
         state.restore(state_dict, self.plan, self.process_set.rank(), self.process_set.size(),
                       lambda target, saved: target.copy_(saved))
+        for b in self._bound.values():
+            b.stage = 0  # looked up anew from the restored step
 
     def _allocate_all(self) -> None:
         for b in self._bound.values():

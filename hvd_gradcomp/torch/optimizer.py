@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp.codecs.base import Codec
 from hvd_gradcomp.collectives.hvd_torch import hvd
 from hvd_gradcomp.errors import UsageError
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE
@@ -17,7 +16,7 @@ from hvd_gradcomp.torch.compression import Compression, LossScale
 def DistributedOptimizer(
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-        compression: str | Codec | Compression | Any = "none", *, exchange: str = "auto",
+        compression: Any = "none", *, exchange: str = "auto",
         min_size: int = DEFAULT_MIN_SIZE, loss_scale: LossScale = None, seed: int = 0, error_feedback: bool = True,
         process_set: Any = hvd.global_process_set, op: Any = hvd.Average, **horovod: Any) -> Any:
     """``hvd.DistributedOptimizer`` with gradient compression.
@@ -28,7 +27,7 @@ def DistributedOptimizer(
     The Compression is the attribute ``compression``.
 
     Args:
-        compression: spec string, codec, Compression, or a compressor of Horovod's own.
+        compression: whatever :class:`Compression` takes, a Compression, or a compressor of Horovod's own.
         exchange, min_size, loss_scale, seed, error_feedback: see :class:`Compression`.
         horovod: what ``hvd.DistributedOptimizer`` takes (``backward_passes_per_step``, ``groups``,
             ``gradient_predivide_factor``, ``sparse_as_dense``, ...).
@@ -44,7 +43,7 @@ def DistributedOptimizer(
                  for j, param in enumerate(group["params"])]
     else:
         named = list(named_parameters)
-    if isinstance(compression, str | Codec):
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         compression = Compression(compression, named, exchange=exchange, min_size=min_size, process_set=process_set,
                                   loss_scale=loss_scale, seed=seed, error_feedback=error_feedback)
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression,
