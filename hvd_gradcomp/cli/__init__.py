@@ -1,0 +1,1 @@
+"""The commands of ``python -m hvd_gradcomp``: one file each."""
