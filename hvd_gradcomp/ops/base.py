@@ -1,10 +1,14 @@
 """The closed list of array operations that codecs, memory and exchanges may use.
 
 One subclass per framework (numpy, torch, TensorFlow). Arrays support Python's ``+ - * / < <= > >=``
-between arrays of one dtype and Python scalars, and slicing along the first axis; everything else
-goes through a method here. What is written here holds in every framework, bit for bit:
+between arrays of one dtype and Python scalars, ``%`` between int32 that are not negative, and slicing
+along the first axis; everything else goes through a method here. What is written here holds in every
+framework, bit for bit:
 
-* Rounding is half to even. Division is the IEEE division, never a multiplication by an inverse.
+* Rounding is half to even. Division is the IEEE division, never a multiplication by an inverse:
+  divide by a constant through :meth:`Ops.scalar` (but powers of two), or a graph optimizer turns
+  it into one. It also merges ``x * a * b`` and ``x + a + b`` for constants a and b.
+* Denormals may be flushed to zero: no result may depend on them.
 * :meth:`Ops.top_indices`: larger key first, ties to the lowest index, result in ascending order.
 * :meth:`Ops.sum_rows` adds in a fixed tree order; no other float sum may decide bytes.
 * Scalars are arrays of shape ``(1,)``: 0-d arrays do not travel through all-gather.
@@ -21,6 +25,9 @@ from typing import Any
 Array = Any
 
 ITEMSIZE = {"float32": 4, "int32": 4, "float16": 2, "int16": 2, "uint8": 1}
+
+ROWS = 8192
+"""Rows that :meth:`Ops.best_rows` works on at a time."""
 
 
 class Ops(ABC):
@@ -41,6 +48,10 @@ class Ops(ABC):
     @abstractmethod
     def constant(self, values: Any, dtype: str) -> Array:
         """A small constant array from nested Python numbers."""
+
+    def scalar(self, value: float) -> Array:
+        """A float32 constant ``(1,)`` that no graph optimizer folds into other arithmetic."""
+        return self.constant([value], "float32")
 
     # -- shape and dtype ------------------------------------------------------------------------
 
@@ -98,6 +109,11 @@ class Ops(ABC):
 
     @abstractmethod
     def floor(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def count_at_most(self, x: Array, table: Array) -> Array:
+        """For each element of a float32 vector, how many values of an ascending float32 ``table``
+        are at most it, as int32: an element equal to ``table[i]`` counts it. A NaN gives any count."""
 
     @abstractmethod
     def where(self, condition: Array, x: Array | float, y: Array | float) -> Array:
@@ -158,9 +174,30 @@ class Ops(ABC):
         """Indices (int32, ascending) of the ``k`` largest of a vector of int32 keys; among equal
         keys the lowest index goes first. Exactly ``k``, always."""
 
+    def top_indices_above(self, keys: Array, threshold: Array, k: int) -> Array:
+        """As :meth:`top_indices` of keys that are not negative, but only those of at least
+        ``threshold`` (int32 ``(1,)``, not negative) are told apart; where fewer than ``k`` are, the
+        lowest indices among the others fill up. The fewer pass the threshold, the cheaper."""
+        return self.top_indices(keys * self.cast(keys >= threshold, "int32"), k)
+
+    @abstractmethod
+    def ones(self, bits: Array, k: int) -> Array:
+        """Positions (int32, ascending) of the ``k`` ones in an int32 vector of zeros and ones, which
+        is *not* trusted to have k. Raises PayloadError, or the framework's own error, if it has not
+        and values can be looked at without making a device wait; elsewhere surplus ones are
+        ignored and missing ones are positions past the end."""
+
+    @abstractmethod
+    def best_rows(self, x: Array, y: Array, bias: Array) -> Array:
+        """For each row of ``x`` ``[m, d]`` the index (int32) of the row of ``y`` ``[c, d]`` with the
+        largest ``x . y - bias``, ``bias`` being ``[c]``; the lowest of equal ones. The sums have no
+        fixed order: exact, thus equal everywhere, only if all are integers or halves of integers
+        below 2**23 and no element of x or y is above 2**11 (half-precision multipliers are exact
+        then too). Memory stays at a few thousand rows times ``c``."""
+
     @abstractmethod
     def take(self, x: Array, indices: Array) -> Array:
-        """Elements of a vector at int32 indices, which are valid by construction."""
+        """Elements of a vector, or rows of a matrix, at int32 indices, which are valid by construction."""
 
     @abstractmethod
     def scatter_add(self, acc: Array, indices: Array, values: Array) -> Array:
