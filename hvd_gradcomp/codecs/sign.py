@@ -44,9 +44,9 @@ class Sign(Codec):
         # Each term is divided first where the sum could overflow: a power of two rounds nothing.
         room = 2.0 ** -(width.bit_length())
         sums = ops.sum_rows(magnitudes * room)
-        scale = ops.concat([sums[:-1] / (width * room), sums[-1:] / (in_last * room)])
-        positive = ops.cast(x >= 0.0, "int32")
-        return {"scale": scale, "signs": packing.pack(ops, positive, 1)}
+        scale = ops.concat([sums[:-1] / ops.scalar(width * room), sums[-1:] / ops.scalar(in_last * room)])
+        positive = ops.cast(x > -(2.0**-126), "int32")  # negative denormals are zeros in some frameworks
+        return {"scale": blocks.scale(ops, scale), "signs": packing.pack(ops, positive, 1)}
 
     def decode(self, parts: Parts, acc: Array, ctx: Ctx) -> Array:
         ops, n = ctx.ops, ctx.spec.numel

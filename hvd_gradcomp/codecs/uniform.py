@@ -13,7 +13,7 @@ from hvd_gradcomp.ops.base import Array, Ops
 from hvd_gradcomp.payload import Layout, Part, Parts
 from hvd_gradcomp.spec import TensorSpec
 
-_TINY = 2.0**-120  # steps and offsets below this are taken as 0: TensorFlow flushes denormals, numpy does not
+_TINY = 2.0**-100  # steps and offsets below this are taken as 0: what is left of denormals shows in no code
 _HUGE = 2.0**126  # a range above this is cut (the rest stays in the residual): its codes would overflow
 
 
@@ -78,12 +78,12 @@ class Uniform(Codec):
         rows = blocks.rows(ops, x, self.block, edge=True)
         high, low = ops.max_rows(rows), ops.min_rows(rows)
         if self.symmetric:
-            high = ops.maximum(high, -1.0 * low)
-            step = self._positive(ops, ops.minimum(high, _HUGE) / (self._top // 2))
+            high = ops.max_rows(ops.abs(rows))
+            step = self._positive(ops, ops.minimum(high, _HUGE) / ops.scalar(self._top // 2))
             low = -1.0 * (step * (self._top // 2))
         else:
-            step = self._positive(ops, ops.minimum(high - low, _HUGE) / self._top)
-            low = ops.where(ops.abs(low) < _TINY, 0.0 * low, low)
+            step = self._positive(ops, ops.minimum(high - low, _HUGE) / ops.scalar(self._top))
+            low = ops.where(ops.abs(low) < _TINY, 0.0 * ops.abs(low), low)  # never -0
         level = ops.minimum(rows - blocks.spread(ops, low, n, self.block), _HUGE)
         level = level / blocks.spread(ops, ops.where(step > 0.0, step, step + 1.0), n, self.block)
         level = blocks.flat(ops, level, n)
