@@ -20,6 +20,7 @@ from hvd_gradcomp.codecs.sign import Sign
 from hvd_gradcomp.codecs.ternary import Ternary
 from hvd_gradcomp.codecs.topk import TopK
 from hvd_gradcomp.codecs.uniform import Uniform
+from hvd_gradcomp.codecs.vq import Vq
 from hvd_gradcomp.errors import SpecError
 
 CODECS: dict[str, type[Codec]] = {
@@ -34,6 +35,7 @@ CODECS: dict[str, type[Codec]] = {
         Ternary,
         Sign,
         Natural,
+        Vq,
         TopK,
         RandomK,
         BlockTopK,

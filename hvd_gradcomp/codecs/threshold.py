@@ -15,7 +15,7 @@ from hvd_gradcomp.ops.base import Array
 _SMALLEST_SAMPLE = 4096
 _FLOOR = 2.0**-40  # of the largest magnitude: what is smaller counts as 0
 _FACTOR = 8  # of the share that passes, from stage to stage
-_REFINEMENTS = 2
+_AT_K = 4  # stages that aim at the wanted share itself
 
 
 def sampled(keys: Array, k: int, ctx: Ctx) -> Array | None:
@@ -42,9 +42,9 @@ def statistical(x: Array, k: int, ctx: Ctx) -> Array:
     If magnitudes above t are ``t`` plus an exponential variable of mean m, ``c`` of them shrink to
     ``c'`` at ``t + m log(c / c')``. One such step from 0 misses the far tail of a gradient, so it
     is taken in stages, each 8 times nearer to k and fitted to what passed the one before, and then
-    twice more at k. Where a stage overshot, the next one goes back with the mean of the last that
-    had not. Source: SIDCo (Abdelmoniem et al. 2021), there with the expected counts; here with the
-    true ones.
+    a few times more at k: from the last threshold that let k pass, or between it and one that let
+    fewer pass, with the exponential through both. Source: SIDCo (Abdelmoniem et al. 2021), there
+    with the counts that the fit expects; here with the true ones.
     """
     ops, n = ctx.ops, ctx.spec.numel
     sizes = ops.abs(x)
@@ -53,13 +53,18 @@ def statistical(x: Array, k: int, ctx: Ctx) -> Array:
     sizes, largest = sizes * down, largest * down
     sizes = ops.where(sizes < _FLOOR, 0.0 * sizes, sizes)
     stages = max(0, math.ceil(math.log(n / k, _FACTOR)) - 1)
-    targets = [n / _FACTOR ** (stage + 1) for stage in range(stages)] + [float(k)] * (1 + _REFINEMENTS)
-    threshold, mean = 0.0 * largest, 0.0 * largest
+    targets = [n / _FACTOR ** (stage + 1) for stage in range(stages)] + [float(k)] * _AT_K
+    threshold = low = low_count = mean = high_count = 0.0 * largest
+    high = largest  # high_count is 0 until a threshold let fewer than k pass
     for target in targets:
-        passed = ops.cast(sizes >= threshold, "float32")
-        count = ops.maximum(blocks.total(ops, passed), 1.0)
+        count = blocks.total(ops, ops.cast(sizes >= threshold, "float32"))
         excess = blocks.total(ops, ops.maximum(sizes - threshold, 0.0))
-        mean = ops.where(count >= target, excess / count, mean)
-        threshold = threshold + mean * exact.log(ops, count / ops.scalar(target))
-        threshold = ops.minimum(ops.maximum(threshold, 0.0), largest)
+        passed = count >= float(k)
+        low, high = ops.where(passed, threshold, low), ops.where(passed, high, threshold)
+        low_count, high_count = ops.where(passed, count, low_count), ops.where(passed, high_count, count)
+        mean = ops.where(passed, excess / ops.maximum(count, 1.0), mean)
+        wanted = exact.log(ops, low_count / ops.scalar(target))
+        between = (high - low) / exact.log(ops, low_count / ops.maximum(high_count, 0.5))
+        threshold = low + wanted * ops.where(high_count > 0.0, between, mean)
+        threshold = ops.minimum(ops.maximum(threshold, low), high)
     return ops.bit_and(ops.bitcast(threshold * up, "int32"), 0x7FFFFFFF)
