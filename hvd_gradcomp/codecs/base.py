@@ -93,7 +93,8 @@ class Codec(ABC):
 
     def advance(self, received: Parts, ctx: Ctx) -> dict[str, Array]:
         """New values of :meth:`state`, stored if the step counts, from what came back from the
-        exchange (the same on every rank): the payload's sum under ``sum``."""
+        exchange (the same on every rank): the payload's sum under ``sum``, each part of all ranks'
+        payloads as ``[ranks, length]`` under ``gather``."""
         return {}
 
     # -- configuration --------------------------------------------------------------------------

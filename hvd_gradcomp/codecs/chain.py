@@ -34,6 +34,9 @@ class Chain(Codec):
             if not first.coded:
                 raise SpecError(f"{first} + {second}: {first.name} has no values that another codec "
                                 "could encode; put a sparse or low-rank codec first")
+            if second.state(TensorSpec("", (1,))):
+                raise SpecError(f"{first} + {second}: {second} keeps a state of its own, which only works as the "
+                                "first of a chain")
 
     @property
     def claims(self) -> Claims:  # type: ignore[override]

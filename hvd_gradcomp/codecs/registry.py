@@ -8,12 +8,19 @@ from dataclasses import fields
 from typing import Any
 
 from hvd_gradcomp.codecs.base import Codec
+from hvd_gradcomp.codecs.blocktopk import BlockTopK
 from hvd_gradcomp.codecs.cast import Bf16, Fp16
 from hvd_gradcomp.codecs.chain import Chain
 from hvd_gradcomp.codecs.dense import Dense
+from hvd_gradcomp.codecs.log import Log
+from hvd_gradcomp.codecs.natural import Natural
+from hvd_gradcomp.codecs.qsgd import Qsgd
+from hvd_gradcomp.codecs.randomk import RandomK
 from hvd_gradcomp.codecs.sign import Sign
+from hvd_gradcomp.codecs.ternary import Ternary
 from hvd_gradcomp.codecs.topk import TopK
 from hvd_gradcomp.codecs.uniform import Uniform
+from hvd_gradcomp.codecs.vq import Vq
 from hvd_gradcomp.errors import SpecError
 
 CODECS: dict[str, type[Codec]] = {
@@ -23,8 +30,15 @@ CODECS: dict[str, type[Codec]] = {
         Fp16,
         Bf16,
         Uniform,
+        Log,
+        Qsgd,
+        Ternary,
         Sign,
+        Natural,
+        Vq,
         TopK,
+        RandomK,
+        BlockTopK,
     )
 }
 

@@ -36,7 +36,15 @@ class Gather(Exchange):
                 acc = decode(everyone[rank], acc, rank)
             return ops.divide(acc, ctx.ranks)
 
-        return Received(sent=lambda acc: decode(own, acc, ctx.rank), mean=mean)
+        def state() -> dict[str, Array]:
+            if not codec.state(ctx.spec):
+                return {}
+            each = [payload.unpack(ops, everyone[rank], layout) for rank in range(ctx.ranks)]
+            parts = {part.name: ops.reshape(ops.concat([parts[part.name] for parts in each]), (ctx.ranks, part.length))
+                     for part in layout}
+            return codec.advance(parts, ctx)
+
+        return Received(sent=lambda acc: decode(own, acc, ctx.rank), mean=mean, state=state)
 
     def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:
         return [("gather", payload.nbytes(codec.layout(spec)))]

@@ -1,13 +1,14 @@
 """The closed list of array operations that codecs, memory and exchanges may use.
 
 One subclass per framework (numpy, torch, TensorFlow). Arrays support Python's ``+ - * < <= > >=``
-between arrays of one dtype and Python scalars, ``/`` between arrays, and slicing along the first
-axis; everything else goes through a method here. What is written here holds in every framework,
-bit for bit:
+between arrays of one dtype and Python scalars, ``/`` between arrays, ``%`` between int32 that are not
+negative, and slicing along the first axis; everything else goes through a method here. What is written
+here holds in every framework, bit for bit:
 
 * Rounding is half to even. Division is the IEEE division, never a multiplication by an inverse:
-  by a Python number it goes through :meth:`Ops.divide` (TensorFlow's graph optimizer and torch on
-  CUDA make ``x / 3`` a multiplication).
+  by a Python number it goes through :meth:`Ops.divide` or :meth:`Ops.scalar` (TensorFlow's graph
+  optimizer and torch on CUDA make ``x / 3`` a multiplication; the former also merges ``x * a * b``
+  and ``x + a + b`` for constants a and b).
 * Denormals are taken as 0 by TensorFlow and kept by the others, and which of 0.0 and -0.0 is the
   smaller one differs: what decides bytes goes through :meth:`Ops.flush`, or works on the bits.
 * :meth:`Ops.top_indices`: larger key first, ties to the lowest index, result in ascending order.
@@ -26,6 +27,9 @@ from typing import Any
 Array = Any
 
 ITEMSIZE = {"float32": 4, "int32": 4, "float16": 2, "int16": 2, "uint8": 1}
+
+ROWS = 8192
+"""Rows that :meth:`Ops.best_rows` works on at a time."""
 
 
 class Ops(ABC):
@@ -46,6 +50,10 @@ class Ops(ABC):
     @abstractmethod
     def constant(self, values: Any, dtype: str) -> Array:
         """A small constant array from nested Python numbers."""
+
+    def scalar(self, value: float) -> Array:
+        """A float32 constant ``(1,)`` that no graph optimizer folds into other arithmetic."""
+        return self.constant([value], "float32")
 
     # -- shape and dtype ------------------------------------------------------------------------
 
@@ -103,6 +111,11 @@ class Ops(ABC):
 
     @abstractmethod
     def floor(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def count_at_most(self, x: Array, table: Array) -> Array:
+        """For each element of a float32 vector, how many values of an ascending float32 ``table``
+        are at most it, as int32: an element equal to ``table[i]`` counts it. A NaN gives any count."""
 
     @abstractmethod
     def where(self, condition: Array, x: Array | float, y: Array | float) -> Array:
@@ -168,9 +181,30 @@ class Ops(ABC):
         """Indices (int32, ascending) of the ``k`` largest of a vector of int32 keys; among equal
         keys the lowest index goes first. Exactly ``k``, always."""
 
+    def top_indices_above(self, keys: Array, threshold: Array, k: int) -> Array:
+        """As :meth:`top_indices` of keys that are not negative, but only those of at least
+        ``threshold`` (int32 ``(1,)``, not negative) are told apart; where fewer than ``k`` are, the
+        lowest indices among the others fill up. The fewer pass the threshold, the cheaper."""
+        return self.top_indices(keys * self.cast(keys >= threshold, "int32"), k)
+
+    @abstractmethod
+    def ones(self, bits: Array, k: int) -> Array:
+        """Positions (int32, ascending) of the ``k`` ones in an int32 vector of zeros and ones, which
+        is *not* trusted to have k. Raises PayloadError, or the framework's own error, if it has not
+        and values can be looked at without making a device wait; elsewhere surplus ones are
+        ignored and missing ones are positions past the end."""
+
+    @abstractmethod
+    def best_rows(self, x: Array, y: Array, bias: Array) -> Array:
+        """For each row of ``x`` ``[m, d]`` the index (int32) of the row of ``y`` ``[c, d]`` with the
+        largest ``x . y - bias``, ``bias`` being ``[c]``; the lowest of equal ones. The sums have no
+        fixed order: exact, thus equal everywhere, only if all are integers or halves of integers
+        below 2**23 and no element of x or y is above 2**11 (half-precision multipliers are exact
+        then too). Memory stays at a few thousand rows times ``c``."""
+
     @abstractmethod
     def take(self, x: Array, indices: Array) -> Array:
-        """Elements of a vector at int32 indices, which are valid by construction."""
+        """Elements of a vector, or rows of a matrix, at int32 indices, which are valid by construction."""
 
     @abstractmethod
     def scatter_add(self, acc: Array, indices: Array, values: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Codes of 1 to 16 bits packed without gaps, least significant bit first."""
+"""Codes of 1 to 31 bits packed without gaps, least significant bit first; digits of base 3, five per byte."""
 
 from __future__ import annotations
 
@@ -41,6 +41,33 @@ def unpack(ops: Ops, packed: Array, n: int, bits: int) -> Array:
             value = _or(ops, value, _shift(ops, byte[:, j], 8 * j - i * bits))
         columns.append(ops.bit_and(value, (1 << bits) - 1))
     return ops.reshape(ops.stack_columns(columns), (groups * 8,))[:n]
+
+
+def trits_nbytes(n: int) -> int:
+    """Bytes of ``n`` digits of base 3: five to a byte (3**5 = 243)."""
+    return math.ceil(n / 5)
+
+
+def pack_trits(ops: Ops, digits: Array) -> Array:
+    """uint8 ``[trits_nbytes(n)]`` from int32 ``[n]`` digits 0, 1, 2."""
+    groups = trits_nbytes(int(digits.shape[0]))
+    digit = ops.reshape(ops.pad(digits, 5 * groups), (groups, 5))
+    value = digit[:, 4]
+    for i in (3, 2, 1, 0):
+        value = 3 * value + digit[:, i]
+    return ops.cast(ops.bit_and(value, 255), "uint8")
+
+
+def unpack_trits(ops: Ops, packed: Array, n: int) -> Array:
+    """int32 ``[n]`` digits 0, 1, 2, whatever the bytes."""
+    value = ops.cast(packed, "int32")
+    columns = []
+    for _ in range(4):
+        third = ops.shift_right(value * 171, 9)  # value // 3 for values to 255
+        columns.append(value - 3 * third)
+        value = third
+    columns.append(ops.minimum(value, 2))  # 243 .. 255 are no code
+    return ops.reshape(ops.stack_columns(columns), (int(packed.shape[0]) * 5,))[:n]
 
 
 def _shift(ops: Ops, x: Array, bits: int) -> Array:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_gradcomp.errors import PayloadError
-from hvd_gradcomp.ops.base import Array, Ops
+from hvd_gradcomp.ops.base import ROWS, Array, Ops
 
 
 class NumpyOps(Ops):
@@ -60,6 +60,9 @@ class NumpyOps(Ops):
     def floor(self, x: Array) -> Array:
         return np.floor(x)
 
+    def count_at_most(self, x: Array, table: Array) -> Array:
+        return np.searchsorted(table, x, side="right").astype(np.int32)
+
     def where(self, condition: Array, x: Array | float, y: Array | float) -> Array:
         return np.where(condition, x, y).astype(np.float32, copy=False)
 
@@ -98,6 +101,25 @@ class NumpyOps(Ops):
         above = np.flatnonzero(keys > smallest)
         ties = np.flatnonzero(keys == smallest)[: k - above.size]
         return np.sort(np.concatenate([above, ties])).astype(np.int32)
+
+    def top_indices_above(self, keys: Array, threshold: Array, k: int) -> Array:
+        above = np.flatnonzero(keys >= threshold)
+        if above.size >= k:
+            return above[self.top_indices(keys[above], k)].astype(np.int32)
+        others = np.flatnonzero(keys < threshold)[: k - above.size]
+        return np.sort(np.concatenate([above, others])).astype(np.int32)
+
+    def ones(self, bits: Array, k: int) -> Array:
+        found = np.flatnonzero(bits).astype(np.int32)
+        if found.size != k:
+            raise PayloadError(f"{found.size} coded indices in a payload that has {k}")
+        return found
+
+    def best_rows(self, x: Array, y: Array, bias: Array) -> Array:
+        best = np.empty(x.shape[0], np.int32)
+        for start in range(0, x.shape[0], ROWS):
+            best[start : start + ROWS] = np.argmax(x[start : start + ROWS] @ y.T - bias, axis=1)
+        return best
 
     def take(self, x: Array, indices: Array) -> Array:
         return x[indices]

@@ -48,3 +48,21 @@ def uniform(ops: Ops, n: int, *, seed: int, spec: TensorSpec, step: Array, rank:
     """``n`` float32 in ``[0, 1)``, multiples of 2**-24: never exactly 1."""
     bits = random_bits(ops, n, seed=seed, spec=spec, step=step, rank=rank, stream=stream)
     return ops.cast(ops.shift_right(bits, 8), "float32") * 2.0**-24
+
+
+def sample(ops: Ops, n: int, k: int, *, seed: int, spec: TensorSpec, step: Array, rank: int, stream: int = 0) -> Array:
+    """``k`` distinct positions of ``0 .. n-1``, int32, in O(k).
+
+    The range, cut in ``k`` strata whose lengths differ by at most one and rotated at random, gives
+    one position per stratum. So each position comes with probability ``k / n``, also where ``k``
+    does not divide ``n``: the rotation lets a position fall into a stratum of length L with
+    probability proportional to L, and there it is drawn with probability 1 / L. (31 random bits
+    taken modulo L or n: within ``(n / k + k) * 2**-31`` of it, relatively.)
+    """
+    bits = ops.shift_right(random_bits(ops, k + 1, seed=seed, spec=spec, step=step, rank=rank, stream=stream), 1)
+    length, longer = divmod(n, k)  # the first `longer` strata have one more
+    stratum = ops.arange(k)
+    start = stratum * length + ops.minimum(stratum, longer)
+    lengths = length + ops.cast(stratum < longer, "int32")
+    place = start + bits[:k] % lengths - (n - bits[k:] % n)  # never above n: no overflow
+    return place + n * ops.cast(place < 0, "int32")

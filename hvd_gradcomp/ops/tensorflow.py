@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.ops.base import Array, Ops
+from hvd_gradcomp.ops.base import ROWS, Array, Ops
 
 
 class TensorflowOps(Ops):
@@ -21,6 +21,10 @@ class TensorflowOps(Ops):
 
     def constant(self, values: Any, dtype: str) -> Array:
         return tf.constant(values, dtype)
+
+    def scalar(self, value: float) -> Array:
+        # Grappler folds constants but leaves what could be fed with another value alone
+        return tf.raw_ops.PlaceholderWithDefault(input=tf.constant([value], tf.float32), shape=(1,))
 
     def reshape(self, x: Array, shape: Sequence[int]) -> Array:
         return tf.reshape(x, shape)
@@ -61,6 +65,9 @@ class TensorflowOps(Ops):
     def floor(self, x: Array) -> Array:
         return tf.floor(x)
 
+    def count_at_most(self, x: Array, table: Array) -> Array:
+        return tf.searchsorted(table, x, side="right")
+
     def where(self, condition: Array, x: Array | float, y: Array | float) -> Array:
         return tf.where(condition, x, y)
 
@@ -98,6 +105,34 @@ class TensorflowOps(Ops):
             return self.arange(n)
         # tf.math.top_k promises that of two equal elements the one with the lower index comes first
         return tf.sort(tf.math.top_k(keys, k, sorted=True).indices)
+
+    def top_indices_above(self, keys: Array, threshold: Array, k: int) -> Array:
+        passed = keys >= threshold
+        above = tf.reshape(tf.cast(tf.where(passed), tf.int32), (-1,))
+        count = tf.size(above)
+
+        def enough() -> Array:
+            return tf.gather(above, tf.math.top_k(tf.gather(keys, above), k, sorted=True).indices)
+
+        def too_few() -> Array:
+            others = tf.reshape(tf.cast(tf.where(tf.logical_not(passed)), tf.int32), (-1,))
+            return tf.concat([above, others[: k - count]], 0)
+
+        return tf.ensure_shape(tf.sort(tf.cond(count >= k, enough, too_few)), (k,))
+
+    def ones(self, bits: Array, k: int) -> Array:
+        return tf.ensure_shape(tf.reshape(tf.cast(tf.where(bits > 0), tf.int32), (-1,)), (k,))
+
+    def best_rows(self, x: Array, y: Array, bias: Array) -> Array:
+        def best(part: Array) -> Array:
+            return tf.argmax(tf.matmul(part, y, transpose_b=True) - bias, 1, tf.int32)
+
+        rows, width = int(x.shape[0]), int(x.shape[1])
+        if rows <= ROWS:
+            return best(x)
+        chunks = -(-rows // ROWS)
+        parts = tf.reshape(tf.pad(x, [[0, chunks * ROWS - rows], [0, 0]]), (chunks, ROWS, width))
+        return tf.reshape(tf.map_fn(best, parts, parallel_iterations=1, fn_output_signature=tf.int32), (-1,))[:rows]
 
     def take(self, x: Array, indices: Array) -> Array:
         return tf.gather(x, indices)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.errors import PayloadError
-from hvd_gradcomp.ops.base import Array, Ops
+from hvd_gradcomp.ops.base import ROWS, Array, Ops
 from hvd_gradcomp.ops.numpy import NumpyOps
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "int32": torch.int32,
@@ -70,6 +70,9 @@ class TorchOps(Ops):
     def floor(self, x: Array) -> Array:
         return torch.floor(x)
 
+    def count_at_most(self, x: Array, table: Array) -> Array:
+        return torch.bucketize(x, table, right=True, out_int32=True)
+
     def where(self, condition: Array, x: Array | float, y: Array | float) -> Array:
         return torch.where(condition, x, y)
 
@@ -113,10 +116,28 @@ class TorchOps(Ops):
         smallest = torch.topk(keys, k, sorted=False).values.amin()
         above, tie = keys > smallest, keys == smallest
         room = k - above.sum()
-        kept = above | (tie & (torch.cumsum(tie, 0) <= room))
-        place = torch.where(kept, torch.cumsum(kept, 0) - 1, k)  # the others all write to slot k
-        out = torch.empty(k + 1, dtype=torch.int32, device=self.device)
+        return self._first(above | (tie & (torch.cumsum(tie, 0) <= room)), k)
+
+    def top_indices_above(self, keys: Array, threshold: Array, k: int) -> Array:
+        if self.device.type == "cpu":
+            return torch.from_numpy(_numpy.top_indices_above(keys.numpy(), threshold.numpy(), k))
+        return super().top_indices_above(keys, threshold, k)
+
+    def ones(self, bits: Array, k: int) -> Array:
+        if self.device.type == "cpu":
+            return torch.from_numpy(_numpy.ones(bits.numpy(), k))
+        return self._first(bits > 0, k)
+
+    def _first(self, mask: Array, k: int) -> Array:
+        """Positions of the first ``k`` True, then positions past the end; no data-dependent shape."""
+        n = mask.numel()
+        place = torch.where(mask, torch.cumsum(mask, 0) - 1, k).clamp(max=k)  # the others all write to slot k
+        out = torch.full((k + 1,), n, dtype=torch.int32, device=self.device)
         return out.scatter_(0, place, self.arange(n))[:k]
+
+    def best_rows(self, x: Array, y: Array, bias: Array) -> Array:
+        best = [torch.argmax(part @ y.T - bias, dim=1) for part in x.split(ROWS)]
+        return torch.cat(best).to(torch.int32)
 
     def take(self, x: Array, indices: Array) -> Array:
         return x.index_select(0, indices)
