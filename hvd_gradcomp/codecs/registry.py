@@ -11,6 +11,7 @@ from hvd_gradcomp.codecs.base import Codec
 from hvd_gradcomp.codecs.cast import Bf16, Fp16
 from hvd_gradcomp.codecs.chain import Chain
 from hvd_gradcomp.codecs.dense import Dense
+from hvd_gradcomp.codecs.powersgd import PowerSGD
 from hvd_gradcomp.codecs.sign import Sign
 from hvd_gradcomp.codecs.topk import TopK
 from hvd_gradcomp.codecs.uniform import Uniform
@@ -25,6 +26,7 @@ CODECS: dict[str, type[Codec]] = {
         Uniform,
         Sign,
         TopK,
+        PowerSGD,
     )
 }
 
