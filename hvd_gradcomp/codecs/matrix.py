@@ -47,6 +47,21 @@ def limit(ops: Ops, x: Array, largest: float) -> Array:
     return ops.where(ops.abs(x) <= largest, x, 0.0)
 
 
+def truncated_svd(ops: Ops, x: Array, rank: int) -> tuple[Array, Array, Array]:
+    """``u [m, k], s [k], vt [k, n]`` of the ``k = min(rank, m, n)`` largest singular values of ``x``, which
+    may hold anything: elements that are not finite count as 0.
+
+    The signs of the singular vectors, which the libraries choose differently, follow a rule: each
+    column of ``u`` has a positive product with ``sqrt(2), sqrt(3), ...``.
+    """
+    u, s, vt = ops.svd(finite(ops, x))
+    m, k = int(u.shape[0]), min(rank, int(s.shape[0]))
+    weights = ops.sqrt(ops.cast(ops.arange(m), "float32") + 2.0)
+    products = ops.sum_rows(ops.permute(u[:, :k], (1, 0)) * weights)
+    sign = ops.where(products < 0.0, 0.0 * products - 1.0, 0.0 * products + 1.0)
+    return u[:, :k] * sign, s[:k], vt[:k] * ops.reshape(sign, (k, 1))
+
+
 def random_rows(ops: Ops, rows: int, n: int, *, seed: int, spec: TensorSpec, step: Array, stream: int = 0) -> Array:
     """``[rows, n]`` of magnitude 1/2 to 1 and random sign, the same on every rank."""
     draws = rng.uniform(ops, rows * n, seed=seed, spec=spec, step=step, rank=rng.SHARED, stream=stream)

@@ -13,6 +13,8 @@ from hvd_gradcomp.codecs.chain import Chain
 from hvd_gradcomp.codecs.dense import Dense
 from hvd_gradcomp.codecs.powersgd import PowerSGD
 from hvd_gradcomp.codecs.sign import Sign
+from hvd_gradcomp.codecs.svd import SVD
+from hvd_gradcomp.codecs.tensor_train import TensorRing, TensorTrain
 from hvd_gradcomp.codecs.topk import TopK
 from hvd_gradcomp.codecs.uniform import Uniform
 from hvd_gradcomp.errors import SpecError
@@ -26,7 +28,10 @@ CODECS: dict[str, type[Codec]] = {
         Uniform,
         Sign,
         TopK,
+        SVD,
         PowerSGD,
+        TensorTrain,
+        TensorRing,
     )
 }
 
