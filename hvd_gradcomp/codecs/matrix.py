@@ -8,8 +8,10 @@ from hvd_gradcomp.ops import rng
 from hvd_gradcomp.ops.base import Array, Ops
 from hvd_gradcomp.spec import TensorSpec
 
-LARGEST = 3.4028234663852886e38  # finite float32
-_TINY = 2.0**-100  # rows are taken as zero if no element is larger
+LIMIT = 2.0**124
+"""What is sent stays below, so that neither it nor what is left (``x`` up to ``2**128``) overflows."""
+_LARGEST = 3.4028234663852886e38  # finite float32
+_TINY = 2.0**-100  # taken as 0: products with less reach the denormals, which TensorFlow flushes
 _NOISE = 2.0**-16  # a row is no direction if this share of the largest element is not left of it
 
 
@@ -38,18 +40,18 @@ def add_product(ops: Ops, acc: Array, left: Array, right: Array) -> Array:
 
 def finite(ops: Ops, x: Array) -> Array:
     """``x`` with 0 for NaN and infinities: decompositions fail on them, and the step is void anyway."""
-    return ops.where(ops.abs(x) <= LARGEST, x, 0.0)
+    return ops.where(ops.abs(x) <= _LARGEST, x, 0.0)
 
 
 def limit(ops: Ops, x: Array, largest: float) -> Array:
-    """``x`` cut to ``-largest .. largest``; 0 for NaN."""
+    """``x`` cut to ``-largest .. largest``; 0 for NaN and below 2**-100."""
     x = ops.minimum(ops.maximum(x, -largest), largest)
-    return ops.where(ops.abs(x) <= largest, x, 0.0)
+    return ops.where(ops.abs(x) >= _TINY, x, 0.0)
 
 
-def truncated_svd(ops: Ops, x: Array, rank: int) -> tuple[Array, Array, Array]:
+def truncated_svd(ops: Ops, x: Array, rank: int, largest: float) -> tuple[Array, Array, Array]:
     """``u [m, k], s [k], vt [k, n]`` of the ``k = min(rank, m, n)`` largest singular values of ``x``, which
-    may hold anything: elements that are not finite count as 0.
+    may hold anything: elements that are not finite count as 0. ``s`` as :func:`limit` leaves it.
 
     The signs of the singular vectors, which the libraries choose differently, follow a rule: each
     column of ``u`` has a positive product with ``sqrt(2), sqrt(3), ...``.
@@ -59,7 +61,7 @@ def truncated_svd(ops: Ops, x: Array, rank: int) -> tuple[Array, Array, Array]:
     weights = ops.sqrt(ops.cast(ops.arange(m), "float32") + 2.0)
     products = ops.sum_rows(ops.permute(u[:, :k], (1, 0)) * weights)
     sign = ops.where(products < 0.0, 0.0 * products - 1.0, 0.0 * products + 1.0)
-    return u[:, :k] * sign, s[:k], vt[:k] * ops.reshape(sign, (k, 1))
+    return u[:, :k] * sign, limit(ops, s[:k], largest), vt[:k] * ops.reshape(sign, (k, 1))
 
 
 def random_rows(ops: Ops, rows: int, n: int, *, seed: int, spec: TensorSpec, step: Array, stream: int = 0) -> Array:

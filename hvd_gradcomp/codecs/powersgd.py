@@ -208,8 +208,8 @@ class PowerSGD(Codec):
         return self._limit(ctx.ops.matmul(p, of_x), ctx)
 
     def _limit(self, factor: Array, ctx: Ctx) -> Array:
-        # Neither the sum over ranks nor a product may overflow; what is cut stays in the residual.
-        return matrix.limit(ctx.ops, factor, 2.0**126 / (ctx.ranks * self.rank))
+        # Of the sum over ranks, too. What is cut stays in the residual.
+        return matrix.limit(ctx.ops, factor, matrix.LIMIT / (ctx.ranks * self.rank))
 
     def _spare(self, n: int, ctx: Ctx, stream: int = 0) -> Array:
         return matrix.random_rows(ctx.ops, self.rank, n, seed=ctx.seed, spec=ctx.spec,

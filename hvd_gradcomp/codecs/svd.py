@@ -51,9 +51,8 @@ class SVD(Codec):
         ops = ctx.ops
         if len(self.layout(ctx.spec)) == 1:
             return {"values": x}
-        u, s, vt = matrix.truncated_svd(ops, matrix.load(ops, x, matrix.view(ctx.spec.shape)), self.rank)
-        # A sum of `rank` products must not overflow; what is cut stays in the residual.
-        s = ops.minimum(s, matrix.LARGEST / (2 * self.rank))
+        of_x = matrix.load(ops, x, matrix.view(ctx.spec.shape))
+        u, s, vt = matrix.truncated_svd(ops, of_x, self.rank, matrix.LIMIT / self.rank)
         return {"u": ops.reshape(u, (-1,)), "s": s, "v": ops.reshape(vt, (-1,))}
 
     def decode(self, parts: Parts, acc: Array, ctx: Ctx) -> Array:

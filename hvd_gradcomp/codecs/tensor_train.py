@@ -115,10 +115,10 @@ class TensorTrain(Codec):
         """``left [m, rank] right [rank, n]``, the nearest product; ``left`` has orthonormal columns, zeros
         behind them if ``rank > min(m, n)``."""
         ops = ctx.ops
-        left, s, vt = matrix.truncated_svd(ops, unfolding, rank)
+        # Decoding adds up to rank**2 products.
+        left, s, vt = matrix.truncated_svd(ops, unfolding, rank, matrix.LIMIT / self.rank**2)
         kept = int(s.shape[0])
-        # Sums of rank**2 products must not overflow; what is cut stays in the residual.
-        right = ops.reshape(ops.minimum(s, matrix.LARGEST / (2 * self.rank**2)), (kept, 1)) * vt
+        right = ops.reshape(s, (kept, 1)) * vt
         if kept < rank:
             left = ops.append_columns(left, rank - kept)
             right = ops.concat([right, ops.zeros((rank - kept, int(right.shape[1])))])

@@ -128,7 +128,8 @@ class NumpyOps(Ops):
 
     def svd(self, x: Array) -> tuple[Array, Array, Array]:
         try:
-            u, s, vt = np.linalg.svd(x, full_matrices=False)
+            with np.errstate(invalid="ignore", over="ignore"):
+                u, s, vt = np.linalg.svd(x, full_matrices=False)
             return u, s, vt
         except np.linalg.LinAlgError:  # no convergence; an error on one rank would hang the others
             k = min(x.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -133,16 +134,16 @@ class TorchOps(Ops):
         return x.permute(tuple(axes))
 
     def matmul(self, x: Array, y: Array) -> Array:
-        with self._float32():
+        with self._float32(x):
             return torch.mm(x, y)
 
     def add_matmul(self, acc: Array, x: Array, y: Array) -> Array:
-        with self._float32():
+        with self._float32(x):
             return acc.addmm_(x, y)
 
     def svd(self, x: Array) -> tuple[Array, Array, Array]:
         try:
-            with self._float32():
+            with self._float32(x):
                 u, s, vt = torch.linalg.svd(x, full_matrices=False)
             return u, s, vt
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
@@ -155,9 +156,11 @@ class TorchOps(Ops):
             return then() if which[0] else otherwise()
         return torch.where(which, then(), otherwise())
 
-    def _float32(self) -> torch.autocast:
+    @staticmethod
+    def _float32(x: Array) -> AbstractContextManager[object]:
         """Backward may run inside the user's autocast, which would multiply in half precision."""
-        return torch.autocast(self.device.type, enabled=False)
+        device = x.device.type
+        return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
     def accumulate(self, acc: Array, x: Array) -> Array:
         return acc.add_(x)
