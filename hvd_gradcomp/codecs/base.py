@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -48,6 +48,26 @@ class Ctx:
 
 
 @dataclass(frozen=True)
+class Received:
+    """What came back, not yet decoded: the residual is settled first, from the gradient's own
+    storage, before the mean may be written there.
+
+    sent: ``sent(acc)`` adds what this rank's payload is counted as.
+    mean: ``mean(acc)`` adds the mean of what all ranks' payloads are counted as; ``acc`` is zeros.
+    state: new values of the codec's state arrays.
+    """
+
+    sent: Callable[[Array], Array]
+    mean: Callable[[Array], Array]
+    state: Callable[[], dict[str, Array]] = dict
+
+
+Answer = tuple[Parts, list[Parts]]
+"""What came of one round: the own payload as it is counted, and payloads whose sum is the sum over
+ranks (one that was added in flight, or one of each rank)."""
+
+
+@dataclass(frozen=True)
 class Codec(ABC):
     """Base of all codecs. Holds configuration only; state goes in and comes out as arrays.
 
@@ -62,6 +82,9 @@ class Codec(ABC):
     """float32 parts of the payload that a following codec (``A + B``) may encode in turn."""
     uses_step: ClassVar[bool] = False
     uses_bound: ClassVar[bool] = False
+    interactive: ClassVar[bool] = False
+    """Whether exchanges are to run :meth:`rounds` in place of ``encode`` and ``decode``: for a codec
+    whose ranks agree on something on the way."""
 
     @property
     def lossless(self) -> bool:
@@ -70,6 +93,11 @@ class Codec(ABC):
     @property
     def summable(self) -> bool:
         return self.claims.summable
+
+    @property
+    def summable_rounds(self) -> bool:
+        """Whether what travels, in every round if there are several, may be added in flight."""
+        return self.summable
 
     @abstractmethod
     def layout(self, spec: TensorSpec) -> Layout:
@@ -97,6 +125,21 @@ class Codec(ABC):
         payloads as ``[ranks, length]`` under ``gather``."""
         return {}
 
+    # -- rounds ---------------------------------------------------------------------------------
+
+    def rounds(self, x: Array, ctx: Ctx) -> Generator[Parts, Answer, Received]:
+        """Reduce ``x`` in any fixed number of rounds: each ``yield`` of parts, sized as in
+        :meth:`round_layouts`, is resumed with its :data:`Answer`. Here: one round of a summable payload."""
+        own, received = yield self.encode(x, ctx)
+        total = add(received)
+        return Received(sent=lambda acc: self.decode(own, acc, ctx),
+                        mean=lambda acc: ctx.ops.divide(self.decode(total, acc, ctx), ctx.ranks),
+                        state=lambda: self.advance(total, ctx))
+
+    def round_layouts(self, spec: TensorSpec) -> list[Layout]:
+        """The parts of each round."""
+        return [self.layout(spec)]
+
     # -- configuration --------------------------------------------------------------------------
 
     def config(self) -> dict[str, Any]:
@@ -113,6 +156,14 @@ class Codec(ABC):
         """Raise SpecError unless ``condition``: ``argument`` must be ``must``."""
         if not condition:
             raise SpecError(f"{self.name}: {argument} must be {must}, not {getattr(self, argument)!r}")
+
+
+def add(payloads: list[Parts]) -> Parts:
+    """The sum of payloads, part by part, in the order given."""
+    total = dict(payloads[0])
+    for each in payloads[1:]:
+        total = {name: total[name] + each[name] for name in total}
+    return total
 
 
 def is_int(value: Any, low: int, high: int | None = None) -> bool:

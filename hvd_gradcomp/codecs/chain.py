@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from hvd_gradcomp.codecs.base import Claims, Codec, Ctx
+from hvd_gradcomp.codecs.base import Answer, Claims, Codec, Ctx, Received
 from hvd_gradcomp.errors import SpecError
 from hvd_gradcomp.ops.base import Array
 from hvd_gradcomp.payload import Layout, Part, Parts
@@ -56,37 +57,78 @@ class Chain(Codec):
     def _rest(self) -> Codec:
         return self.codecs[1] if len(self.codecs) == 2 else Chain(self.codecs[1:])
 
-    def _inner(self, part: Part, spec: TensorSpec) -> TensorSpec:
-        return TensorSpec(f"{spec.name}/{part.name}", (part.length,))
+    @property
+    def interactive(self) -> bool:  # type: ignore[override]
+        return self._first.interactive
+
+    @property
+    def summable_rounds(self) -> bool:
+        return self._first.summable_rounds and self._rest.summable
+
+    def _inner(self, name: str, length: int, spec: TensorSpec) -> TensorSpec:
+        return TensorSpec(f"{spec.name}/{name}", (length,))
 
     def layout(self, spec: TensorSpec) -> Layout:
+        return self._coded_layout(self._first.layout(spec), spec)
+
+    def round_layouts(self, spec: TensorSpec) -> list[Layout]:
+        return [self._coded_layout(layout, spec) for layout in self._first.round_layouts(spec)]
+
+    def _coded_layout(self, layout: Layout, spec: TensorSpec) -> Layout:
         parts: list[Part] = []
-        for part in self._first.layout(spec):
+        for part in layout:
             if part.name in self._first.coded:
-                inner = self._rest.layout(self._inner(part, spec))
+                inner = self._rest.layout(self._inner(part.name, part.length, spec))
                 parts += [replace(p, name=f"{part.name}/{p.name}") for p in inner]
             else:
                 parts.append(part)
         return tuple(parts)
 
     def encode(self, x: Array, ctx: Ctx) -> Parts:
-        parts = self._first.encode(x, ctx)
-        for part in self._first.layout(ctx.spec):
-            if part.name in self._first.coded:
-                inner = replace(ctx, spec=self._inner(part, ctx.spec))
-                coded = self._rest.encode(parts.pop(part.name), inner)
-                parts.update({f"{part.name}/{name}": array for name, array in coded.items()})
-        return parts
+        return self._code(self._first.encode(x, ctx), ctx)
 
     def decode(self, parts: Parts, acc: Array, ctx: Ctx) -> Array:
-        outer = dict(parts)
-        for part in self._first.layout(ctx.spec):
-            if part.name in self._first.coded:
-                inner = replace(ctx, spec=self._inner(part, ctx.spec))
-                names = [p.name for p in self._rest.layout(inner.spec)]
-                coded = {name: outer.pop(f"{part.name}/{name}") for name in names}
-                outer[part.name] = self._rest.decode(coded, ctx.ops.zeros((part.length,)), inner)
-        return self._first.decode(outer, acc, ctx)
+        lengths = {part.name: part.length for part in self._first.layout(ctx.spec)}
+        return self._first.decode(self._uncode(parts, lengths, ctx), acc, ctx)
+
+    def rounds(self, x: Array, ctx: Ctx) -> Generator[Parts, Answer, Received]:
+        """Those of the first codec, each payload coded by the rest."""
+        rounds = self._first.rounds(x, ctx)
+        parts = next(rounds)
+        del x
+        while True:
+            lengths = {name: int(array.shape[0]) for name, array in parts.items()}
+            own, received = yield self._code(parts, ctx)
+            decoded = [self._uncode(each, lengths, replace(ctx, rank=rank) if len(received) > 1 else ctx)
+                       for rank, each in enumerate(received)]
+            try:
+                parts = rounds.send((self._uncode(own, lengths, ctx), decoded))
+            except StopIteration as end:
+                return end.value
+
+    def state(self, spec: TensorSpec) -> dict[str, tuple[int, str]]:
+        return self._first.state(spec)
+
+    def _code(self, parts: Parts, ctx: Ctx) -> Parts:
+        coded: Parts = {}
+        for name, array in parts.items():
+            if name in self._first.coded:
+                inner = replace(ctx, spec=self._inner(name, int(array.shape[0]), ctx.spec))
+                coded |= {f"{name}/{part}": each for part, each in self._rest.encode(array, inner).items()}
+            else:
+                coded[name] = array
+        return coded
+
+    def _uncode(self, coded: Parts, lengths: Mapping[str, int], ctx: Ctx) -> Parts:
+        parts: Parts = {}
+        for name, length in lengths.items():
+            if name in self._first.coded:
+                inner = replace(ctx, spec=self._inner(name, length, ctx.spec))
+                codes = {part.name: coded[f"{name}/{part.name}"] for part in self._rest.layout(inner.spec)}
+                parts[name] = self._rest.decode(codes, ctx.ops.zeros((length,)), inner)
+            else:
+                parts[name] = coded[name]
+        return parts
 
     def config(self) -> dict[str, Any]:
         return {"codec": self.name, "codecs": [codec.config() for codec in self.codecs]}

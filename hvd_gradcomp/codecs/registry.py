@@ -14,9 +14,12 @@ from hvd_gradcomp.codecs.chain import Chain
 from hvd_gradcomp.codecs.dense import Dense
 from hvd_gradcomp.codecs.log import Log
 from hvd_gradcomp.codecs.natural import Natural
+from hvd_gradcomp.codecs.powersgd import PowerSGD
 from hvd_gradcomp.codecs.qsgd import Qsgd
 from hvd_gradcomp.codecs.randomk import RandomK
 from hvd_gradcomp.codecs.sign import Sign
+from hvd_gradcomp.codecs.svd import SVD
+from hvd_gradcomp.codecs.tensor_train import TensorRing, TensorTrain
 from hvd_gradcomp.codecs.ternary import Ternary
 from hvd_gradcomp.codecs.topk import TopK
 from hvd_gradcomp.codecs.uniform import Uniform
@@ -39,6 +42,10 @@ CODECS: dict[str, type[Codec]] = {
         TopK,
         RandomK,
         BlockTopK,
+        SVD,
+        PowerSGD,
+        TensorTrain,
+        TensorRing,
     )
 }
 

@@ -15,7 +15,7 @@ def choose(codec: Codec, requested: str = "auto") -> Exchange:
     """The exchange for a codec: ``auto`` sums what may be summed (its cost does not grow with the
     number of ranks) and gathers the rest. Raises SpecError for one that cannot carry the codec."""
     if requested == "auto":
-        return EXCHANGES["sum" if codec.summable else "gather"]
+        return EXCHANGES["sum" if codec.summable_rounds else "gather"]
     if requested not in EXCHANGES:
         raise SpecError(f"there is no exchange {requested!r}: 'auto', {', '.join(map(repr, EXCHANGES))}")
     reason = EXCHANGES[requested].allows(codec)

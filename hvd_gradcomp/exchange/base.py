@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_gradcomp.codecs.base import Codec, Ctx
+from hvd_gradcomp.codecs.base import Codec, Ctx, Received
 from hvd_gradcomp.ops.base import Array
 from hvd_gradcomp.payload import Parts
 from hvd_gradcomp.spec import TensorSpec
@@ -31,20 +31,7 @@ class Commit:
     """No more sends. Resumed with the step's verdict: float32 ``(1,)``, 1 if the step counts."""
 
 
-@dataclass(frozen=True)
-class Received:
-    """What came back, not yet decoded: the residual is settled first, from the gradient's own
-    storage, before the mean may be written there.
-
-    sent: ``sent(acc)`` adds what this rank's payload is counted as.
-    mean: ``mean(acc)`` adds the mean of what all ranks' payloads are counted as; ``acc`` is zeros.
-    state: new values of the codec's state arrays.
-    """
-
-    sent: Callable[[Array], Array]
-    mean: Callable[[Array], Array]
-    state: Callable[[], dict[str, Array]] = dict
-
+__all__ = ["Commit", "Exchange", "Flow", "Received", "Rounds", "Send", "converse", "wire_bytes"]
 
 Rounds = Generator[Send, Parts, Received]
 Flow = Generator["Send | Commit", Any, Array]
@@ -66,6 +53,20 @@ class Exchange(ABC):
     @abstractmethod
     def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:
         """``(how, bytes of one rank's contribution)`` of every Send, for counting without running."""
+
+
+def converse(codec: Codec, x: Array, ctx: Ctx, send: Callable[[Parts], Generator[Send, Parts, list[Parts]]]) -> Rounds:
+    """Drive the rounds of an interactive codec. ``send`` carries one round's payload and gives the
+    payloads that came back, whose sum is the sum over ranks."""
+    rounds = codec.rounds(x, ctx)
+    del x
+    own = next(rounds)
+    while True:
+        received = yield from send(own)
+        try:
+            own = rounds.send((own, received))
+        except StopIteration as end:
+            return end.value
 
 
 def wire_bytes(how: str, nbytes: int, ranks: int) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import replace
 
 from hvd_gradcomp import payload
 from hvd_gradcomp.codecs.base import Codec, Ctx
-from hvd_gradcomp.exchange.base import Exchange, Received, Rounds, Send
+from hvd_gradcomp.exchange.base import Exchange, Received, Rounds, Send, converse
 from hvd_gradcomp.ops.base import Array
+from hvd_gradcomp.payload import Part, Parts
 from hvd_gradcomp.spec import TensorSpec
 
 _PART = "payload"
@@ -24,6 +26,13 @@ class Gather(Exchange):
 
     def rounds(self, codec: Codec, x: Array, ctx: Ctx) -> Rounds:
         ops, layout = ctx.ops, codec.layout(ctx.spec)
+        if codec.interactive:
+            def send(parts: Parts) -> Generator[Send, Parts, list[Parts]]:
+                sent = tuple(Part(name, int(array.shape[0]), ops.dtype(array)) for name, array in parts.items())
+                everyone = (yield Send({_PART: payload.pack(ops, parts, sent)}, "gather"))[_PART]
+                return [payload.unpack(ops, everyone[rank], sent) for rank in range(ctx.ranks)]
+
+            return (yield from converse(codec, x, ctx, send))
         own = payload.pack(ops, codec.encode(x, ctx), layout)
         del x
         everyone = (yield Send({_PART: own}, "gather"))[_PART]
@@ -47,4 +56,4 @@ class Gather(Exchange):
         return Received(sent=lambda acc: decode(own, acc, ctx.rank), mean=mean, state=state)
 
     def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:
-        return [("gather", payload.nbytes(codec.layout(spec)))]
+        return [("gather", payload.nbytes(layout)) for layout in codec.round_layouts(spec)]

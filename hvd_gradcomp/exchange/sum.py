@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import replace
 
 from hvd_gradcomp.codecs.base import Codec, Ctx
-from hvd_gradcomp.exchange.base import Exchange, Received, Rounds, Send
+from hvd_gradcomp.exchange.base import Exchange, Received, Rounds, Send, converse
 from hvd_gradcomp.ops.base import ITEMSIZE, Array
+from hvd_gradcomp.payload import Parts
 from hvd_gradcomp.spec import TensorSpec
 
 
 class Sum(Exchange):
-    """All-reduce of the payload, in its own dtypes; for codecs that claim ``summable``."""
+    """All-reduce of the payload, in its own dtypes; for codecs whose rounds are ``summable_rounds``."""
 
     name = "sum"
 
     def allows(self, codec: Codec) -> str | None:
-        return None if codec.summable else f"payloads of {codec} cannot be added in flight"
+        return None if codec.summable_rounds else f"payloads of {codec} cannot be added in flight"
 
     def rounds(self, codec: Codec, x: Array, ctx: Ctx) -> Rounds:
         ops = ctx.ops
+        if codec.interactive:
+            return (yield from converse(codec, x, ctx, self._send))
         if codec.uses_bound:
             local = ops.max_rows(ops.reshape(ops.abs(x), (1, ctx.spec.numel)))
             shared = yield Send({"bound": local}, "max")
@@ -33,4 +37,8 @@ class Sum(Exchange):
 
     def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:
         bound = [("max", ITEMSIZE["float32"])] if codec.uses_bound else []
-        return bound + [("sum", part.nbytes) for part in codec.layout(spec)]
+        return bound + [("sum", part.nbytes) for layout in codec.round_layouts(spec) for part in layout]
+
+    @staticmethod
+    def _send(parts: Parts) -> Generator[Send, Parts, list[Parts]]:
+        return [(yield Send(parts, "sum"))]

@@ -20,7 +20,7 @@ here holds in every framework, bit for bit:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # A numpy array, torch tensor or TensorFlow tensor; the operations are typed by their docstrings.
@@ -212,6 +212,39 @@ class Ops(ABC):
 
         Raises PayloadError for an index outside ``acc`` where values can be looked at without
         making a device wait; elsewhere the framework's own bounds check applies."""
+
+    # -- linear algebra -------------------------------------------------------------------------
+    # In float32 whatever the caller's autocast says. The library chooses the order of additions, so
+    # results differ by roundings between frameworks, processors and thread counts: nothing that
+    # must be identical on all ranks may come from here.
+
+    @abstractmethod
+    def sqrt(self, x: Array) -> Array:
+        """The IEEE square root: the same bits everywhere."""
+
+    @abstractmethod
+    def permute(self, x: Array, axes: Sequence[int]) -> Array:
+        """Axis ``i`` of the result is axis ``axes[i]`` of ``x``."""
+
+    @abstractmethod
+    def matmul(self, x: Array, y: Array) -> Array:
+        """``[m, k]`` times ``[k, n]``."""
+
+    @abstractmethod
+    def add_matmul(self, acc: Array, x: Array, y: Array) -> Array:
+        """``acc + x y`` of ``[m, n]``; in place where the framework has in-place operations.
+        ``acc`` is used up."""
+
+    @abstractmethod
+    def svd(self, x: Array) -> tuple[Array, Array, Array]:
+        """Thin decomposition of a finite ``[m, n]``: ``u [m, k]``, ``s [k]`` falling, ``vt [k, n]``,
+        ``k = min(m, n)``. Never raises: zeros if the library finds no decomposition. On CUDA it
+        makes the device wait."""
+
+    @abstractmethod
+    def cond(self, which: Array, then: Callable[[], Array], otherwise: Callable[[], Array]) -> Array:
+        """``then()`` if ``which`` (boolean, ``(1,)``), else ``otherwise()``; both of one shape. Only
+        one is computed where looking at ``which`` makes no device wait, else both."""
 
     # -- state and results ----------------------------------------------------------------------
 

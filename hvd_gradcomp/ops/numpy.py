@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_gradcomp.errors import PayloadError
 from hvd_gradcomp.ops.base import ROWS, Array, Ops
+
+_CHUNK = 1 << 16  # elements of a product that stay in the cache
 
 
 class NumpyOps(Ops):
@@ -129,6 +131,34 @@ class NumpyOps(Ops):
             raise PayloadError(f"index outside 0..{acc.size - 1} in a sparse payload")
         np.add.at(acc, indices, values)
         return acc
+
+    def sqrt(self, x: Array) -> Array:
+        return np.sqrt(x)
+
+    def permute(self, x: Array, axes: Sequence[int]) -> Array:
+        return x.transpose(axes)
+
+    def matmul(self, x: Array, y: Array) -> Array:
+        with np.errstate(invalid="ignore", over="ignore"):
+            return x @ y
+
+    def add_matmul(self, acc: Array, x: Array, y: Array) -> Array:
+        step = max(1, _CHUNK // max(1, y.shape[1]))
+        for start in range(0, x.shape[0], step):  # no temporary of the size of acc
+            acc[start : start + step] += self.matmul(x[start : start + step], y)
+        return acc
+
+    def svd(self, x: Array) -> tuple[Array, Array, Array]:
+        try:
+            with np.errstate(invalid="ignore", over="ignore"):
+                u, s, vt = np.linalg.svd(x, full_matrices=False)
+            return u, s, vt
+        except np.linalg.LinAlgError:  # no convergence; an error on one rank would hang the others
+            k = min(x.shape)
+            return self.zeros((x.shape[0], k)), self.zeros((k,)), self.zeros((k, x.shape[1]))
+
+    def cond(self, which: Array, then: Callable[[], Array], otherwise: Callable[[], Array]) -> Array:
+        return then() if which[0] else otherwise()
 
     def accumulate(self, acc: Array, x: Array) -> Array:
         acc += x

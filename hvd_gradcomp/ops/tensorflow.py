@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -139,6 +139,25 @@ class TensorflowOps(Ops):
 
     def scatter_add(self, acc: Array, indices: Array, values: Array) -> Array:
         return tf.tensor_scatter_nd_add(acc, tf.reshape(indices, (-1, 1)), values)
+
+    def sqrt(self, x: Array) -> Array:
+        return tf.sqrt(x)
+
+    def permute(self, x: Array, axes: Sequence[int]) -> Array:
+        return tf.transpose(x, axes)
+
+    def matmul(self, x: Array, y: Array) -> Array:
+        return tf.matmul(x, y)
+
+    def add_matmul(self, acc: Array, x: Array, y: Array) -> Array:
+        return acc + tf.matmul(x, y)
+
+    def svd(self, x: Array) -> tuple[Array, Array, Array]:
+        s, u, v = tf.linalg.svd(x)
+        return u, s, tf.transpose(v)
+
+    def cond(self, which: Array, then: Callable[[], Array], otherwise: Callable[[], Array]) -> Array:
+        return tf.cond(tf.reshape(which, ()), then, otherwise)
 
     def accumulate(self, acc: Array, x: Array) -> Array:
         # Not acc + x: in a tf.function a chain of additions becomes one AddN, in whatever order. As an

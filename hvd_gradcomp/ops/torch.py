@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -148,6 +149,41 @@ class TorchOps(Ops):
             if low < 0 or high >= acc.numel():
                 raise PayloadError(f"index outside 0..{acc.numel() - 1} in a sparse payload")
         return acc.index_add_(0, indices, values)
+
+    def sqrt(self, x: Array) -> Array:
+        return torch.sqrt(x)
+
+    def permute(self, x: Array, axes: Sequence[int]) -> Array:
+        return x.permute(tuple(axes))
+
+    def matmul(self, x: Array, y: Array) -> Array:
+        with self._float32(x):
+            return torch.mm(x, y)
+
+    def add_matmul(self, acc: Array, x: Array, y: Array) -> Array:
+        with self._float32(x):
+            return acc.addmm_(x, y)
+
+    def svd(self, x: Array) -> tuple[Array, Array, Array]:
+        try:
+            with self._float32(x):
+                u, s, vt = torch.linalg.svd(x, full_matrices=False)
+            return u, s, vt
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            # no convergence; an error on one rank would hang the others
+            k = min(x.shape)
+            return self.zeros((x.shape[0], k)), self.zeros((k,)), self.zeros((k, x.shape[1]))
+
+    def cond(self, which: Array, then: Callable[[], Array], otherwise: Callable[[], Array]) -> Array:
+        if self.device.type == "cpu":
+            return then() if which[0] else otherwise()
+        return torch.where(which, then(), otherwise())
+
+    @staticmethod
+    def _float32(x: Array) -> AbstractContextManager[object]:
+        """Backward may run inside the user's autocast, which would multiply in half precision."""
+        device = x.device.type
+        return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
     def accumulate(self, acc: Array, x: Array) -> Array:
         return acc.add_(x)
