@@ -196,12 +196,14 @@ def _print(rows: list[dict[str, Any]]) -> None:
     table = Table(title=f"{first['numel']:,} float32, {first['backend']}, {first['threads']} thread(s); a copy takes "
                         f"{1e3 * first['memcpy_s']:.2f} ms")
     for column in ("codec", "encode ms", "x copy", "decode ms", "x copy", "bytes", "ratio", "rel. error"):
-        table.add_column(column, justify="left" if column == "codec" else "right")
+        table.add_column(column, justify="left" if column == "codec" else "right", no_wrap=True)
     for row in rows:
         table.add_row(row["codec"], f"{1e3 * row['encode_s']:.2f}", f"{row['encode_s'] / row['memcpy_s']:.2f}",
                       f"{1e3 * row['decode_s']:.2f}", f"{row['decode_s'] / row['memcpy_s']:.2f}",
                       f"{row['wire_bytes']:,}", f"{row['ratio']:.2f}", f"{row['rel_error']:.2e}")
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 140)  # what is piped into a file has room
+    console.print(table)
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:

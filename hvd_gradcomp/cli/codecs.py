@@ -33,14 +33,8 @@ def rows() -> list[dict[str, Any]]:
         arguments = {key: value for key, value in codec.config().items() if key != "codec"}
         out.append({"codec": name, "spec": str(codec), "family": codec.family, "arguments": arguments,
                     "bytes_per_element": payload.nbytes(codec.layout(spec)) / spec.numel,
-                    "summable": codec.summable, "use": _first_line(cls)})
+                    "summable": codec.summable, "use": codec.use})
     return out
-
-
-def _first_line(cls: type) -> str:
-    """The first sentence of a docstring, without its markup."""
-    paragraph = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-    return paragraph.replace("``", "")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -53,9 +47,11 @@ def run(options: argparse.Namespace) -> None:
     from rich.table import Table
 
     table = Table(title="Codecs at their defaults; bytes per element on a 1024 x 1024 tensor (float32: 4)")
-    for column in ("codec", "family", "bytes", "summed", "what it sends"):
-        table.add_column(column, justify="right" if column == "bytes" else "left", no_wrap=column == "codec")
+    for column in ("codec", "family", "bytes", "summed", "what it is good for"):
+        table.add_column(column, justify="right" if column == "bytes" else "left", no_wrap=True)
     for entry in entries:
         table.add_row(entry["spec"], entry["family"], f"{entry['bytes_per_element']:.4f}",
                       "yes" if entry["summable"] else "no", entry["use"])
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 140)  # what is piped into a file has room
+    console.print(table)

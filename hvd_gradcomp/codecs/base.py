@@ -77,6 +77,8 @@ class Codec(ABC):
 
     name: ClassVar[str]
     family: ClassVar[str]
+    use: ClassVar[str] = ""
+    """One short line: what it is good for."""
     claims: ClassVar[Claims] = Claims()
     coded: ClassVar[tuple[str, ...]] = ()
     """float32 parts of the payload that a following codec (``A + B``) may encode in turn."""

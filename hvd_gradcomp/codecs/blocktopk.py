@@ -38,6 +38,7 @@ class BlockTopK(Codec):
 
     name: ClassVar[str] = "blocktopk"
     family: ClassVar[str] = "sparse"
+    use: ClassVar[str] = "the largest blocks or rows: cheap indices"
     coded: ClassVar[tuple[str, ...]] = ("values",)
 
     ratio: float = 0.01

@@ -25,6 +25,7 @@ class Chain(Codec):
 
     name: ClassVar[str] = "+"
     family: ClassVar[str] = "combined"
+    use: ClassVar[str] = "fewer bytes for the values that the first one keeps"
 
     codecs: tuple[Codec, ...] = ()
 

@@ -20,6 +20,7 @@ class Dense(Codec):
 
     name: ClassVar[str] = "none"
     family: ClassVar[str] = "cast"
+    use: ClassVar[str] = "dense float32; what compression is measured against"
     claims: ClassVar[Claims] = Claims(lossless=True, summable=True)
 
     def layout(self, spec: TensorSpec) -> Layout:

@@ -42,6 +42,7 @@ class Log(Codec):
 
     name: ClassVar[str] = "log"
     family: ClassVar[str] = "scalar"
+    use: ClassVar[str] = "like uniform, but small values keep their relative error"
 
     bits: int = 8
     delta: float = 0.001

@@ -34,6 +34,7 @@ class Natural(Codec):
 
     name: ClassVar[str] = "natural"
     family: ClassVar[str] = "scalar"
+    use: ClassVar[str] = "powers of two: unbiased, one byte per element"
     claims: ClassVar[Claims] = Claims(unbiased=True)
     uses_step: ClassVar[bool] = True
 

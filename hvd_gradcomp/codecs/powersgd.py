@@ -53,6 +53,7 @@ class PowerSGD(Codec):
 
     name: ClassVar[str] = "powersgd"
     family: ClassVar[str] = "low rank"
+    use: ClassVar[str] = "low rank by power iteration: summed, for large matrices"
     uses_step: ClassVar[bool] = True
     interactive: ClassVar[bool] = True
     coded: ClassVar[tuple[str, ...]] = ("factor", "p", "q", "values")

@@ -36,6 +36,7 @@ class Qsgd(Codec):
 
     name: ClassVar[str] = "qsgd"
     family: ClassVar[str] = "scalar"
+    use: ClassVar[str] = "stochastic levels of the norm: unbiased, works without a residual"
     uses_step: ClassVar[bool] = True
 
     levels: int = 127

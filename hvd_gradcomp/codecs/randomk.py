@@ -34,6 +34,7 @@ class RandomK(Codec):
 
     name: ClassVar[str] = "randomk"
     family: ClassVar[str] = "sparse"
+    use: ClassVar[str] = "random entries that all ranks share: summed, nearly free to encode"
     coded: ClassVar[tuple[str, ...]] = ("values",)
     uses_step: ClassVar[bool] = True
 

@@ -33,6 +33,7 @@ class SVD(Codec):
 
     name: ClassVar[str] = "svd"
     family: ClassVar[str] = "low rank"
+    use: ClassVar[str] = "the best low rank, but slow: to compare with"
     coded: ClassVar[tuple[str, ...]] = ("u", "v", "values")
 
     rank: int = 4

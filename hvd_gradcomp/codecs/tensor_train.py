@@ -58,6 +58,7 @@ class TensorTrain(Codec):
 
     name: ClassVar[str] = "tt"
     family: ClassVar[str] = "low rank"
+    use: ClassVar[str] = "small cores for huge tensors; for those with structure"
     coded: ClassVar[tuple[str, ...]] = ("values", *(f"core{i}" for i in range(_MAX_DIMS)))
 
     rank: int = 4
@@ -167,6 +168,7 @@ class TensorRing(TensorTrain):
     """
 
     name: ClassVar[str] = "tr"
+    use: ClassVar[str] = "like tt, with equal cores all round"
 
     def _ring(self, limit: int) -> int:
         return min(self.rank, math.isqrt(max(limit - 1, 0)) + 1)

@@ -33,6 +33,7 @@ class Ternary(Codec):
 
     name: ClassVar[str] = "ternary"
     family: ClassVar[str] = "scalar"
+    use: ClassVar[str] = "{-1, 0, 1}: unbiased at 20 x"
     claims: ClassVar[Claims] = Claims(unbiased=True)
     uses_step: ClassVar[bool] = True
 

@@ -44,6 +44,7 @@ class TopK(Codec):
 
     name: ClassVar[str] = "topk"
     family: ClassVar[str] = "sparse"
+    use: ClassVar[str] = "only the largest entries; for slow links, with a warm-up"
     coded: ClassVar[tuple[str, ...]] = ("values",)
 
     ratio: float = 0.01

@@ -36,6 +36,7 @@ class Uniform(Codec):
 
     name: ClassVar[str] = "uniform"
     family: ClassVar[str] = "scalar"
+    use: ClassVar[str] = "quantize to 1..16 bits; the usual choice from 4 to 8 x"
 
     bits: int = 8
     block: int | None = 1024

@@ -59,6 +59,7 @@ class Vq(Codec):
 
     name: ClassVar[str] = "vq"
     family: ClassVar[str] = "vector"
+    use: ClassVar[str] = "whole segments by their nearest codeword; learned or fixed"
 
     dim: int = 8
     codewords: int = 256
