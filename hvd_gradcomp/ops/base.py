@@ -220,7 +220,7 @@ class Ops(ABC):
 
     @abstractmethod
     def sqrt(self, x: Array) -> Array:
-        """The IEEE square root: the same bits everywhere."""
+        """The IEEE square root, correctly rounded: the same bits everywhere."""
 
     @abstractmethod
     def permute(self, x: Array, axes: Sequence[int]) -> Array:
