@@ -20,8 +20,8 @@ class Ternary(Codec):
 
     The mean of the decodes is x; zeros and values as large as the largest do not move. With error
     feedback the same entries are kept but sent as ``sign(x)`` times their mean magnitude: no bytes
-    more, and a decode that is always nearer to x than 0 is. (At the largest magnitude its error
-    outgrows x where most values are far below the largest, and the residual would grow without end.)
+    more, and a decode that is always nearer to x than 0 is. (Sent as the largest magnitude they err by
+    more than x where most values are far below it, and the residual becomes many times the gradient.)
 
     Args:
         block: elements that share a scale; None for one per tensor, as in the paper.

@@ -139,14 +139,15 @@ def test_ternary_keeps_with_probability_in_proportion_to_size() -> None:
 
 @pytest.mark.parametrize("spec", ["ternary", "ternary(block=None)", "qsgd(levels=1)", "qsgd(levels=1, block=None)"])
 def test_error_feedback_does_not_blow_up_a_coarse_codec(spec: str) -> None:
-    """Without the fitted scale the residual of each of these grows by a factor every step."""
+    """With the unbiased scale in place of the fitted one the residual reaches 10 to 20 times the
+    gradient (ternary), or grows by a factor every step (qsgd)."""
     world = LocalWorld(spec, {"w": (4096,)}, 1)
     norms = []
     for step in range(60):
         grad = np.random.default_rng(step).normal(size=4096).astype(np.float32)
         world.step([{"w": grad}])
-        norms.append(np.linalg.norm(world.plans[0].slots["w"].state["residual"]))
-    assert norms[-1] < 1.5 * max(norms[20:40])
+        norms.append(np.linalg.norm(world.plans[0].slots["w"].state["residual"]) / np.linalg.norm(grad))
+    assert max(norms) < 8
 
 
 # -- log ----------------------------------------------------------------------------------------------------------
