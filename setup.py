@@ -1,0 +1,53 @@
+"""Build and metadata of hvd-gradcomp. Settings of the tools are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def version() -> str:
+    """The version in hvd_gradcomp/version.py, read as text: the package's own imports are not installed yet."""
+    text = (HERE / "hvd_gradcomp" / "version.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError("no line '__version__ = \"...\"' in hvd_gradcomp/version.py")
+    return found[1]
+
+
+# Frameworks are extras: the package imports without any. Their CPU builds have other names or sources
+# (tensorflow-cpu, torch's CPU index): who wants those installs them first and leaves the extra out.
+EXTRAS = {
+    "torch": ["torch>=2.1"],
+    "tensorflow": ["tensorflow>=2.16", "keras>=3"],
+    "mpi": ["mpi4py>=4"],
+    "plot": ["matplotlib>=3.8"],
+    "dev": ["hypothesis", "mypy", "psutil", "pytest>=8", "pytest-timeout", "ruff", "tqdm"],
+}
+
+setup(
+    name="hvd-gradcomp",
+    version=version(),
+    description="Gradient compression for an unmodified Horovod: PyTorch, TensorFlow and mpi4py",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["hvd_gradcomp", "hvd_gradcomp.*"]),
+    package_data={"hvd_gradcomp": ["py.typed"]},
+    install_requires=["numpy>=1.26", "pyyaml>=6", "rich>=13"],
+    extras_require=EXTRAS,
+    keywords=["horovod", "gradient compression", "distributed training", "pytorch", "tensorflow"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
