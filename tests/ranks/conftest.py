@@ -51,7 +51,7 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def together(hvd):  # noqa: ANN001, ANN201 - the framework's own Horovod module
+def together(hvd):
     """Every test starts and ends with all ranks at the same place."""
     assert hvd.size() == int(os.environ["HVD_GRADCOMP_NP"]), "the world is not the one that was asked for"
     hvd.allreduce(_one(hvd), name="test.begin")
@@ -59,7 +59,7 @@ def together(hvd):  # noqa: ANN001, ANN201 - the framework's own Horovod module
     hvd.allreduce(_one(hvd), name="test.end")
 
 
-def _one(hvd):  # noqa: ANN001, ANN202
+def _one(hvd):
     if "torch" in hvd.__name__:
         import torch
 

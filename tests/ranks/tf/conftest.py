@@ -10,5 +10,11 @@ horovod_tensorflow.init()
 
 
 @pytest.fixture
-def hvd():  # noqa: ANN201
+def hvd():
     return horovod_tensorflow
+
+
+@pytest.fixture(scope="session")
+def part():
+    """The process set of all ranks but the last."""
+    return horovod_tensorflow.add_process_set(list(range(horovod_tensorflow.size() - 1)))

@@ -1,0 +1,11 @@
+"""Gradient compression for ``horovod.tensorflow``."""
+
+from hvd_gradcomp import require
+
+require.framework("tensorflow", "tensorflow")
+require.horovod("horovod.tensorflow")
+
+from hvd_gradcomp.tensorflow.compression import Compression  # noqa: E402
+from hvd_gradcomp.tensorflow.tape import DistributedGradientTape  # noqa: E402
+
+__all__ = ["Compression", "DistributedGradientTape"]

@@ -1,0 +1,182 @@
+"""The variables of one Compression, and how one gradient of theirs is reduced inside a graph."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from hvd_gradcomp import agreement
+from hvd_gradcomp.codecs.base import Ctx
+from hvd_gradcomp.collectives import hvd_tensorflow
+from hvd_gradcomp.collectives.hvd_tensorflow import hvd
+from hvd_gradcomp.errors import UsageError
+from hvd_gradcomp.flow import reduce_gradient
+from hvd_gradcomp.ops.tensorflow import TensorflowOps
+from hvd_gradcomp.plan import Plan, Slot
+from hvd_gradcomp.policy import Policy
+from hvd_gradcomp.spec import TensorSpec
+
+OPS = TensorflowOps()
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def as_written(function: _Function) -> _Function:
+    """Mark a function that AutoGraph must not rewrite when a ``tf.function`` calls it."""
+    return tf.autograph.experimental.do_not_convert(function)
+
+
+@dataclass(eq=False)
+class Bound:
+    """A variable: its slot, and how often it was reduced (counted in the graph)."""
+
+    index: int
+    slot: Slot
+    dtype: tf.DType
+    steps: tf.Variable
+
+    def describe(self) -> str:
+        return f"{self.slot.spec.name!r} ({self.dtype.name}{list(self.slot.spec.shape)})"
+
+
+class Engine:
+    """Holds all state as variables that exist before any graph is traced, each of them touched by
+    one tensor's ops only (a shared one would make the exchanges run one after another)."""
+
+    def __init__(self, variables: Iterable[Any], policy: Policy, *, exchange: str, process_set: Any, loss_scale: Any,
+                 seed: int, error_feedback: bool) -> None:
+        if tf.inside_function():
+            raise UsageError("create the Compression once, outside of any tf.function: its residuals must outlive "
+                             "the step")
+        listed = list(variables)
+        if not listed:
+            raise UsageError("variables is empty: pass model.trainable_variables of a model that is built")
+        tensors = [unwrap(variable) for variable in listed]
+        names = _names(listed)
+        dtypes = {name: tensor.dtype for name, tensor in zip(names, tensors, strict=True)}
+        self.plan = Plan.make(
+            [TensorSpec(name, tuple(tensor.shape)) for name, tensor in zip(names, tensors, strict=True)], policy,
+            exchange=exchange, seed=seed, error_feedback=error_feedback,
+            refuse=lambda spec: "" if dtypes[spec.name].is_floating else f"dtype {dtypes[spec.name].name}")
+        self.process_set = process_set
+        self.loss_scale = loss_scale
+        self.name = ""
+        """Prefix of our collectives; empty until the ranks have agreed."""
+        self.bounds: list[Bound] = []
+        for slot in self.plan.slots.values():
+            self.plan.allocate(slot, _allocate)
+            self.bounds.append(Bound(len(self.bounds), slot, dtypes[slot.spec.name], _allocate("steps", 1, "int64")))
+        self._by_ref = {tensor.ref(): bound for tensor, bound in zip(tensors, self.bounds, strict=True)}
+        if len(self._by_ref) != len(listed):
+            raise UsageError("a variable was given twice in variables=")
+
+    @property
+    def size(self) -> int:
+        """Ranks that reduce together."""
+        return int(self.process_set.size())
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank is one of them."""
+        return bool(self.process_set.included())
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether there is anybody to exchange with."""
+        return self.is_member and self.size > 1
+
+    def bound(self, variable: tf.Variable) -> Bound:
+        """What belongs to a variable. Raises UsageError if it was not given in ``variables=``."""
+        try:
+            return self._by_ref[variable.ref()]
+        except KeyError:
+            raise UsageError(f"{_names([variable])[0]!r} is not one of the {len(self.bounds)} variables that this "
+                             "Compression was given as variables=") from None
+
+    def agree(self) -> None:
+        """Before the first exchange, while its graph is traced: compare the ranks' plans.
+
+        Raises DisagreementError on every rank if they differ.
+        """
+        if not self.name:
+            name = hvd_tensorflow.agreement_name(self.process_set)
+            if self.size > 1:
+                agreement.check(self.plan, lambda data: hvd_tensorflow.gather_bytes(data, self.process_set, name))
+            self.name = name
+
+    def flat(self, bound: Bound, grad: tf.Tensor) -> tf.Tensor:
+        """A gradient as the codecs take it: float32 ``[numel]``."""
+        return live(bound, tf.reshape(tf.cast(grad, tf.float32), (bound.slot.spec.numel,)))
+
+    def reduce(self, bound: Bound, x: tf.Tensor, verdict: tf.Tensor, scope: str) -> tf.Tensor:
+        """The mean over ranks of ``x`` from :meth:`flat`, float32 in the variable's shape; NaN if
+        the verdict, float32 ``(1,)``, is 0. ``scope`` begins the names of the collectives."""
+        slot, plan = bound.slot, self.plan
+        ctx = Ctx(OPS, slot.spec, self.size, int(self.process_set.rank()), plan.seed, state=slot.state,
+                  error_feedback=plan.error_feedback)
+        flow = reduce_gradient(x, slot, ctx, loss_scale=self._scale())
+        mean = hvd_tensorflow.run(flow, f"{scope}.{self.label(bound)}", self.process_set, verdict)
+        return tf.reshape(mean, slot.spec.shape)
+
+    def label(self, bound: Bound) -> str:
+        """A variable's name as Horovod's ops may carry it: unique by its number."""
+        return f"{bound.index}." + re.sub(r"[^A-Za-z0-9_.]", "_", bound.slot.spec.name)
+
+    def _scale(self) -> tf.Tensor | None:
+        scale = self.loss_scale
+        if scale is None:
+            return None
+        if callable(scale):
+            scale = scale()
+        return tf.cast(tf.convert_to_tensor(unwrap(scale)), tf.float32)
+
+
+def live(bound: Bound, x: tf.Tensor) -> tf.Tensor:
+    """``x``, not 0-d, as something that only the run can know, without a copy.
+
+    TensorFlow takes Horovod's ops for pure functions: it runs one with a constant input once, while
+    it optimizes the graph, and merges two with equal inputs. If a rank's gradient is a constant (the
+    zeros of a variable that it does not use), its peers would then wait for ever. A reshape whose
+    shape comes from the variable's own counter stops that.
+    """
+    zero = tf.cast(tf.minimum(bound.steps, 0), tf.int32)
+    out = tf.reshape(x, tf.shape(x) + zero)
+    out.set_shape(x.shape)
+    return out
+
+
+def unwrap(variable: Any) -> Any:
+    """The ``tf.Variable`` inside a Keras 3 variable; anything else as it is."""
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value  # tf.Variable.value is a method
+
+
+def global_set(process_set: Any) -> Any:
+    """``process_set``, or Horovod's global one for None."""
+    return hvd.global_process_set if process_set is None else process_set
+
+
+def counted(bound: Bound, x: Any, *after: tf.Operation) -> Any:
+    """``x``, which when it is computed counts one reduction (and waits for ``after``)."""
+    with tf.control_dependencies([bound.steps.assign_add([1]), *after]):
+        return tf.nest.map_structure(tf.identity, x, expand_composites=True)
+
+
+def _allocate(name: str, length: int, dtype: str) -> tf.Variable:
+    return tf.Variable(tf.zeros((length,), dtype), trainable=False, name=f"gradcomp_{name}")
+
+
+def _names(variables: list[Any]) -> list[str]:
+    """Names that are the same on every rank and unique: Keras paths, or TensorFlow names, whose
+    repetitions (``Variable``) are numbered."""
+    names, seen = [], Counter[str]()
+    for variable in variables:
+        name = str(getattr(variable, "path", None) or variable.name).removesuffix(":0")
+        names.append(f"{name}#{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return names
