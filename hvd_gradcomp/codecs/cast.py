@@ -41,7 +41,8 @@ class Fp16(Codec):
         return (Part("values", spec.numel, "float16"),)
 
     def encode(self, x: Array, ctx: Ctx) -> Parts:
-        limit = _FP16_MAX / ctx.ranks if ctx.bound is None else _FP16_MAX
+        # With a bound only what would round up to 2**15 is cut: of the largest float32s that decodes to infinity.
+        limit = _FP16_MAX / ctx.ranks if ctx.bound is None else (2.0**15 - 16) / 2 ** _shift(ctx.ranks)
         scaled = ctx.ops.minimum(ctx.ops.maximum(x * self._scale(ctx), -limit), limit)
         return {"values": ctx.ops.cast(scaled, "float16")}
 
@@ -49,7 +50,7 @@ class Fp16(Codec):
         return ctx.ops.accumulate(acc, ctx.ops.cast(parts["values"], "float32") / self._scale(ctx))
 
     def _scale(self, ctx: Ctx) -> Array:
-        shift = (ctx.ranks - 1).bit_length()  # ranks <= 2**shift
+        shift = _shift(ctx.ranks)
         if ctx.bound is None:
             return ctx.ops.constant([2.0**-shift], "float32")
         ops = ctx.ops
@@ -59,6 +60,11 @@ class Fp16(Codec):
         field = ops.shift_right(ops.bit_and(ops.bitcast(ops.abs(ctx.bound), "int32"), _EXPONENT), 23)
         field = ops.minimum(ops.maximum((127 + 14 - shift + 127) - field, 1), 228)
         return ops.bitcast(ops.shift_left(field, 23), "float32")
+
+
+def _shift(ranks: int) -> int:
+    """The smallest ``shift`` with ``ranks <= 2**shift``."""
+    return (ranks - 1).bit_length()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Committed payload bytes: what a codec sends may not change unnoticed."""
