@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 
 from hvd_gradcomp.errors import DisagreementError
 from hvd_gradcomp.plan import Plan, differences
+
+_agreed: Counter[int] = Counter()
+
+
+def new_name(process_set_id: int) -> str:
+    """A name that the ranks of a process set have in common, new for each call.
+
+    It counts calls, so ranks must use their Compressions for the first time in the same order;
+    where they do not, the comparison that travels under this name says so.
+    """
+    _agreed[process_set_id] += 1
+    return f"gradcomp.{process_set_id}.{_agreed[process_set_id] - 1}"
 
 
 def check(plan: Plan, gather: Callable[[bytes], list[bytes]]) -> None:

@@ -7,7 +7,6 @@ pairs the ranks' ops by name and TensorFlow's names depend on the graph around t
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import tensorflow as tf
@@ -17,19 +16,6 @@ from hvd_gradcomp.exchange.base import Commit, Flow
 from hvd_gradcomp.ops.base import Array
 
 hvd: Any = require.horovod("horovod.tensorflow")
-
-_agreed: Counter[int] = Counter()
-
-
-def agreement_name(process_set: Any) -> str:
-    """A name that the ranks of a process set have in common, new for each call.
-
-    It counts calls, so ranks must use their Compressions for the first time in the same order;
-    where they do not, the comparison that travels under this name says so.
-    """
-    number = process_set.process_set_id
-    _agreed[number] += 1
-    return f"gradcomp.{number}.{_agreed[number] - 1}"
 
 
 def gather_bytes(data: bytes, process_set: Any, name: str) -> list[bytes]:

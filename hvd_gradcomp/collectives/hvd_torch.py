@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ from hvd_gradcomp.ops.base import Array
 
 hvd: Any = require.horovod("horovod.torch")
 
-_agreed: Counter[int] = Counter()
-
 
 def gather_bytes(data: bytes, process_set: Any, name: str) -> list[bytes]:
     """Everyone's bytes in rank order. Waits; for the one exchange before the first step."""
@@ -22,17 +20,6 @@ def gather_bytes(data: bytes, process_set: Any, name: str) -> list[bytes]:
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     everyone = hvd.allgather(mine, name=f"{name}.bytes", process_set=process_set)
     return [bytes(piece.tolist()) for piece in everyone.split(lengths)]
-
-
-def agreement_name(process_set: Any) -> str:
-    """A name that the ranks of a process set have in common, new for each call.
-
-    It counts calls, so ranks must use their Compressions for the first time in the same order;
-    where they do not, the comparison that travels under this name says so.
-    """
-    number = process_set.process_set_id
-    _agreed[number] += 1
-    return f"gradcomp.{number}.{_agreed[number] - 1}"
 
 
 class OpenExchange:

@@ -107,7 +107,7 @@ class Compression:
             return tensor
         bound, dtype, x = ctx
         if x is None:
-            return counted(bound, wire.unpack(bound, tensor, dtype), self._order.complete())
+            return counted(bound, bound.stage(), wire.unpack(bound, tensor, dtype), self._order.complete())
         engine, ticket = self.engine, Token(tensor)
         checked = ticket.check(engine.process_set.ranks)
         if not engine.is_member:  # only reached if Horovod reduces over other ranks than we were given
@@ -115,15 +115,16 @@ class Compression:
                 return tf.zeros(bound.slot.spec.shape, dtype)
         with tf.control_dependencies([self._order.complete(), self._after_first_check(bound, ticket, checked)]):
             x = tf.identity(x)
-        mean = engine.reduce(bound, x, ticket.verdict, engine.name)
-        return counted(bound, tf.cast(mean * ticket.factor, dtype), checked)
+        stage = bound.stage()
+        mean = engine.reduce(bound, stage, x, ticket.verdict, engine.name)
+        return counted(bound, stage, tf.cast(mean * ticket.factor, dtype), checked)
 
     def _after_first_check(self, bound: Bound, ticket: Token, checked: tf.Operation) -> tf.Tensor:
         """In a variable's first step its exchange waits for the token: with the wrong process set
         it would hang. Later steps do not wait."""
         with tf.control_dependencies([checked]):
             after = tf.identity(ticket.one)
-        return tf.cond(bound.steps[0] > 0, lambda: tf.ones_like(after), lambda: after)
+        return tf.cond(tf.reduce_sum(bound.steps) > 0, lambda: tf.ones_like(after), lambda: after)
 
     # -- what users ask -------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -33,12 +34,18 @@ def as_written(function: _Function) -> _Function:
 
 @dataclass(eq=False)
 class Bound:
-    """A variable: its slot, and how often it was reduced (counted in the graph)."""
+    """A variable: its slot, and how often it was reduced in each stage (counted in the graph)."""
 
     index: int
     slot: Slot
     dtype: tf.DType
     steps: tf.Variable
+
+    def stage(self) -> tf.Tensor:
+        """Index of the stage that the next reduction is in, int32 ``()``."""
+        if self.slot.schedule is None or len(self.slot.stages) == 1:
+            return tf.constant(0)
+        return tf.reduce_sum(tf.cast(self.slot.state["step"] >= self.slot.schedule.begins, tf.int32)) - 1
 
     def describe(self) -> str:
         return f"{self.slot.spec.name!r} ({self.dtype.name}{list(self.slot.spec.shape)})"
@@ -70,7 +77,8 @@ class Engine:
         self.bounds: list[Bound] = []
         for slot in self.plan.slots.values():
             self.plan.allocate(slot, _allocate)
-            self.bounds.append(Bound(len(self.bounds), slot, dtypes[slot.spec.name], _allocate("steps", 1, "int64")))
+            steps = _allocate("steps", max(len(slot.stages), 1), "int64")
+            self.bounds.append(Bound(len(self.bounds), slot, dtypes[slot.spec.name], steps))
         self._by_ref = {tensor.ref(): bound for tensor, bound in zip(tensors, self.bounds, strict=True)}
         if len(self._by_ref) != len(listed):
             raise UsageError("a variable was given twice in variables=")
@@ -104,7 +112,7 @@ class Engine:
         Raises DisagreementError on every rank if they differ.
         """
         if not self.name:
-            name = hvd_tensorflow.agreement_name(self.process_set)
+            name = agreement.new_name(self.process_set.process_set_id)
             if self.size > 1:
                 agreement.check(self.plan, lambda data: hvd_tensorflow.gather_bytes(data, self.process_set, name))
             self.name = name
@@ -113,15 +121,25 @@ class Engine:
         """A gradient as the codecs take it: float32 ``[numel]``."""
         return live(bound, tf.reshape(tf.cast(grad, tf.float32), (bound.slot.spec.numel,)))
 
-    def reduce(self, bound: Bound, x: tf.Tensor, verdict: tf.Tensor, scope: str) -> tf.Tensor:
+    def reduce(self, bound: Bound, stage: tf.Tensor, x: tf.Tensor, verdict: tf.Tensor, scope: str) -> tf.Tensor:
         """The mean over ranks of ``x`` from :meth:`flat`, float32 in the variable's shape; NaN if
-        the verdict, float32 ``(1,)``, is 0. ``scope`` begins the names of the collectives."""
+        the verdict, float32 ``(1,)``, is 0. ``scope`` begins the names of the collectives.
+
+        A schedule's stages are the branches of one switch, since their payloads differ in size.
+        """
         slot, plan = bound.slot, self.plan
         ctx = Ctx(OPS, slot.spec, self.size, int(self.process_set.rank()), plan.seed, state=slot.state,
                   error_feedback=plan.error_feedback)
-        flow = reduce_gradient(x, slot, ctx, loss_scale=self._scale())
-        mean = hvd_tensorflow.run(flow, f"{scope}.{self.label(bound)}", self.process_set, verdict)
-        return tf.reshape(mean, slot.spec.shape)
+        scale, name = self._scale(), f"{scope}.{self.label(bound)}"
+
+        def run(number: int) -> tf.Tensor:
+            flow = reduce_gradient(x, slot, ctx, stage=number, loss_scale=scale)
+            mean = hvd_tensorflow.run(flow, f"{name}.{number}", self.process_set, verdict)
+            return tf.reshape(mean, slot.spec.shape)
+
+        if len(slot.stages) == 1:
+            return run(0)
+        return tf.switch_case(stage, [partial(run, number) for number in range(len(slot.stages))])
 
     def label(self, bound: Bound) -> str:
         """A variable's name as Horovod's ops may carry it: unique by its number."""
@@ -144,7 +162,7 @@ def live(bound: Bound, x: tf.Tensor) -> tf.Tensor:
     zeros of a variable that it does not use), its peers would then wait for ever. A reshape whose
     shape comes from the variable's own counter stops that.
     """
-    zero = tf.cast(tf.minimum(bound.steps, 0), tf.int32)
+    zero = tf.cast(tf.minimum(bound.steps[0], 0), tf.int32)
     out = tf.reshape(x, tf.shape(x) + zero)
     out.set_shape(x.shape)
     return out
@@ -161,9 +179,10 @@ def global_set(process_set: Any) -> Any:
     return hvd.global_process_set if process_set is None else process_set
 
 
-def counted(bound: Bound, x: Any, *after: tf.Operation) -> Any:
+def counted(bound: Bound, stage: tf.Tensor, x: Any, *after: tf.Operation) -> Any:
     """``x``, which when it is computed counts one reduction (and waits for ``after``)."""
-    with tf.control_dependencies([bound.steps.assign_add([1]), *after]):
+    one = tf.one_hot(stage, bound.steps.shape[0], dtype=tf.int64)
+    with tf.control_dependencies([bound.steps.assign_add(one), *after]):
         return tf.nest.map_structure(tf.identity, x, expand_composites=True)
 
 

@@ -69,8 +69,10 @@ class StepReducer:
         bounds = [self._engine.bounds[index] for index in indices]
         inputs = [self._prepare(grad, bound) for grad, bound in zip(grads, bounds, strict=True)]
         verdict = self._verdict(inputs, scope)
-        return [None if grad is None else counted(bound, self._one(x, bound, grad.dtype, op, predivide, scope, verdict))
-                for x, bound, grad in zip(inputs, bounds, grads, strict=True)]
+        stages = [bound.stage() for bound in bounds]
+        return [None if grad is None else
+                counted(bound, stage, self._one(x, bound, stage, grad.dtype, op, predivide, scope, verdict))
+                for x, bound, stage, grad in zip(inputs, bounds, stages, grads, strict=True)]
 
     def _prepare(self, grad: Gradient, bound: Bound) -> Gradient:
         """What is exchanged: slices, or a vector."""
@@ -87,8 +89,8 @@ class StepReducer:
         return hvd_tensorflow.allreduce(tf.reduce_min(tf.stack(finite), 0), hvd.Min, f"{scope}.verdict",
                                         self._engine.process_set)
 
-    def _one(self, x: Gradient, bound: Bound, dtype: tf.DType, op: Any, predivide: float, scope: str,
-             verdict: tf.Tensor) -> Gradient:
+    def _one(self, x: Gradient, bound: Bound, stage: tf.Tensor, dtype: tf.DType, op: Any, predivide: float,
+             scope: str, verdict: tf.Tensor) -> Gradient:
         engine = self._engine
         name = f"{scope}.{engine.label(bound)}"
         if isinstance(x, tf.IndexedSlices):  # as Horovod does it: everyone's slices, one after the other
@@ -97,7 +99,7 @@ class StepReducer:
             values = OPS.poison(values / engine.size if op == hvd.Average else values, verdict)
             return tf.IndexedSlices(wire.narrow(values, dtype), indices, tf.constant(bound.slot.spec.shape, tf.int64))
         if bound.slot.codec is not None:
-            mean = engine.reduce(bound, x, verdict, scope)
+            mean = engine.reduce(bound, stage, x, verdict, scope)
             return tf.cast(mean * float(engine.size) if op == hvd.Sum else mean, dtype)
         if bound.slot.spec.numel:
             x = OPS.poison(hvd_tensorflow.allreduce(x, op, name, engine.process_set, predivide), verdict)

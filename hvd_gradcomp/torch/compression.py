@@ -194,7 +194,7 @@ class Compression:
         ctx = Ctx(b.ops, slot.spec, len(self._ranks), self.process_set.rank(), self.plan.seed, state=slot.state,
                   error_feedback=self.plan.error_feedback)
         flow = reduce_gradient(x, slot, ctx, stage=b.stage, loss_scale=self._scale(), output=lambda: self._output(b, x))
-        b.exchange = OpenExchange(f"{self._name}.{slot.spec.name}", flow, self.process_set)
+        b.exchange = OpenExchange(f"{self._name}.{slot.spec.name}.{b.stage}", flow, self.process_set)
         self._running.append(b.exchange)
         hvd_torch.poll(self._running)
         assert self._token is not None
@@ -304,7 +304,7 @@ class Compression:
     def _agree(self) -> None:
         if not self.process_set.included():
             raise UsageError(f"this rank is not in the Compression's process set {self.process_set.ranks}")
-        name = hvd_torch.agreement_name(self.process_set)
+        name = agreement.new_name(self.process_set.process_set_id)
         agreement.check(self.plan, lambda data: hvd_torch.gather_bytes(data, self.process_set, name))
         self._name = name
         self._ranks = list(self.process_set.ranks)

@@ -211,6 +211,16 @@ def test_g7_ranks_of_different_configuration_are_told(mine: str, theirs: str) ->
             check(plan, gather)
 
 
+@pytest.mark.parametrize("spec", [spec for spec in COMPRESSING if parse(spec).family in ("cast", "scalar", "sparse")])
+def test_the_largest_float_does_not_overflow(spec: str) -> None:
+    """Codecs of the other families may send a value of the other sign, which leaves more than there was."""
+    largest = float(np.finfo(np.float32).max)
+    world = World(spec, 2, 40)
+    for grads in ([largest, -largest, 1.0, 0.0] * 10, [0.0] * 40):
+        assert np.isfinite(world.step(grads, [0.0] * 40)).all()
+        assert np.isfinite(world.residuals[0]).all()
+
+
 def test_the_layout_of_a_scalar_and_of_one_element() -> None:
     """Case C3: a learned temperature of shape () travels as any other tensor."""
     for spec in SENDS_EVERY_ELEMENT:

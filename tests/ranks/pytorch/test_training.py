@@ -74,3 +74,24 @@ def test_a_step_moves_the_optimizer(hvd):
     world.backward({"w": torch.tensor([4.0, 0.1, 0.2, 3.0])})
     world.optimizer.step()
     torch.testing.assert_close(world.params["w"].detach(), torch.tensor([-4.0, 0.0, 0.0, -3.0]))
+
+
+def test_stages_change_and_keep_the_residual(hvd):
+    """Case I1: all-reduce, all-gathers of changing size, another all-reduce, under the same parameter."""
+    schedule = {0: "none", 1: "topk(ratio=0.1)", 3: "topk(ratio=0.02)", 5: "powersgd(rank=1)", 6: "none"}
+    world = World(schedule, {"w": (20, 30)})
+    total, want = torch.zeros(20, 30, dtype=torch.float64), torch.zeros(20, 30, dtype=torch.float64)
+    for step in range(8):
+        total += world.reduce({"w": randn(20, 30, seed=step)})["w"].double()
+        want += mean_over_ranks(lambda rank, step=step: randn(20, 30, seed=step, rank=rank))
+        torch.testing.assert_close(total + world.residual("w"), want, rtol=0, atol=1e-4)
+    assert world.compression.stats()["tensors"]["w"]["codec"] == "none"
+
+
+def test_policy_by_layer_shows_in_stats(hvd):
+    world = World({"rules": [{"kind": "vector", "codec": "none"}, {"min_numel": 1000, "codec": "sign"}],
+                   "default": "fp16"}, {"bias": (50,), "big": (40, 30), "small": (5, 6)})
+    world.reduce({"bias": torch.ones(50), "big": torch.ones(40, 30), "small": torch.ones(5, 6)})
+    tensors = world.compression.stats()["tensors"]
+    assert tensors["big"]["codec"] == "sign(block=1024)" and tensors["small"]["codec"] == "fp16"
+    assert tensors["bias"]["codec"] is None and "kind=vector" in tensors["bias"]["reason"]

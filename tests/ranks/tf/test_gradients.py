@@ -85,10 +85,15 @@ def test_dtypes(hvd, tape, dtype):
         assert ("dtype complex64" in reason) == (dtype == "complex64" and min_size == 0) or "small" in reason
 
 
-def test_a_variable_that_only_some_ranks_use(hvd):
-    """Case I2: rank 0 uses only a, the others only b, of one shape; c is used by none."""
+@pytest.mark.parametrize("min_size", [0, 100], ids=["compressed", "dense"])
+def test_a_variable_that_only_some_ranks_use(hvd, min_size):
+    """Case I2: rank 0 uses only a, the others only b, of one shape; c is used by none.
+
+    The zeros of the unused one are a constant, which must not be folded into the graph: its peers
+    would wait from the second step on.
+    """
     variables = {name: tf.Variable(tf.zeros((50,)), name=name) for name in "abc"}
-    compression = gradcomp.Compression("uniform(bits=8)", variables=variables.values(), min_size=0)
+    compression = gradcomp.Compression("uniform(bits=8)", variables=variables.values(), min_size=min_size)
     used = variables["a" if hvd.rank() == 0 else "b"]
 
     def gradients(unconnected):
@@ -97,7 +102,8 @@ def test_a_variable_that_only_some_ranks_use(hvd):
         tape = gradcomp.DistributedGradientTape(tape, compression=compression)
         return tape.gradient(loss, list(variables.values()), unconnected_gradients=unconnected)
 
-    for run in (gradients, tf.function(gradients)):
+    traced = tf.function(gradients)
+    for run in (gradients, traced, traced, traced):
         a, b, c = run(tf.UnconnectedGradients.NONE)
         np.testing.assert_allclose(a, np.full(50, 4.0 / hvd.size()), rtol=1e-6)
         np.testing.assert_allclose(b, np.full(50, 8.0 * (hvd.size() - 1) / hvd.size()), rtol=1e-6)

@@ -96,3 +96,17 @@ def test_nothing_is_lost(hvd, spec, tape, traced):
             assert missing <= tolerance, f"{name}: {missing} lost after step {step}"
     assert_equal_on_ranks(outs["odd"])
     assert world.traces == (1 if traced else 5)
+
+
+@pytest.mark.parametrize("tape", TAPES)
+def test_stages_change_in_one_trace_and_keep_the_residual(hvd, tape):
+    """A dense stage, two ratios, another codec and exchange: identity T at every step."""
+    world = World({0: "none", 1: "topk(ratio=0.1)", 3: "topk(ratio=0.02)", 5: "powersgd(rank=1)"}, {"w": (20, 30)},
+                  tape=tape)
+    total = want = np.zeros((20, 30))
+    for step in range(7):
+        total = total + world.reduce({"w": randn(20, 30, seed=step)})["w"]
+        want = want + mean_over_ranks(lambda rank, step=step: randn(20, 30, seed=step, rank=rank))
+        np.testing.assert_allclose(total + world.residual("w"), want, rtol=0, atol=1e-4)
+    entry = world.compression.stats()["tensors"]["w"]
+    assert entry["codec"] == "powersgd(rank=1)" and entry["steps"] == 7
