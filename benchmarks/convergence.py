@@ -24,8 +24,9 @@ from hvd_gradcomp import __version__  # noqa: E402
 from hvd_gradcomp.codecs.registry import CODECS  # noqa: E402
 
 DEFAULT = [str(cls()) for cls in CODECS.values()]
-AGGRESSIVE = ["uniform(bits=2)", "uniform(bits=4, stochastic=True)", "sign(block=65536)", "topk(ratio=0.001)",
-              "topk(ratio=0.001) + uniform(bits=8)"]
+AGGRESSIVE = ["uniform(bits=1)", "log(bits=3)", "qsgd(levels=1)", "sign(block=None)", "vq(dim=16, codewords=64)",
+              "topk(ratio=0.001)", "topk(ratio=0.001) + uniform(bits=8)", "randomk(ratio=0.001)",
+              "blocktopk(ratio=0.001)", "powersgd(rank=1)", "svd(rank=1)", "tt(rank=1)", "tr(rank=1)"]
 
 
 def main() -> int:

@@ -33,7 +33,7 @@ from hvd_gradcomp.collectives.local import LocalWorld  # noqa: E402
 
 SPECS = [*(str(cls()) for name, cls in CODECS.items() if name != "none"),
          "uniform(bits=4)", "uniform(bits=2)", "topk(ratio=0.001)", "topk(ratio=0.001) + uniform(bits=8)",
-]
+         "vq(dim=8, codebook='learned', refresh=4)", "powersgd(rank=1)", "powersgd(rank=4) + fp16"]
 POINTS = (0, 50, 200)
 """Steps of training at which gradients are taken."""
 IN_A_ROW = 6
