@@ -83,6 +83,8 @@ def _codec(node: ast.expr, spec: str) -> Codec:
     for keyword in node.keywords:
         if keyword.arg is None:
             raise SpecError(f"{name}: '**' has no meaning in a codec spec: {spec!r}")
+        if keyword.arg in arguments:
+            raise SpecError(f"{name}: {keyword.arg} is given twice in {spec!r}")
         try:
             arguments[keyword.arg] = ast.literal_eval(keyword.value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -481,7 +481,8 @@ def _wide(x: Floats) -> NDArray[np.float64]:
 
 
 def _mean(arrays: Iterable[NDArray[np.float64]]) -> NDArray[np.float64]:
-    return np.mean(np.array(list(arrays)), axis=0)
+    mean: NDArray[np.float64] = np.mean(np.array(list(arrays)), axis=0)
+    return mean
 
 
 def _residuals(world: LocalWorld) -> Grads:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ from hvd_gradcomp.memory import error_feedback
 from tests.contract import broken, laws, values
 from tests.contract.backends import NUMPY, TENSORFLOW_GRAPH, TORCH
 
-STOCHASTIC = {"bits": 4, "stochastic": True}
+STOCHASTIC: dict[str, Any] = {"bits": 4, "stochastic": True}
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike
 
 from hvd_gradcomp import parse
 from hvd_gradcomp.agreement import check
@@ -32,10 +33,10 @@ class World:
         self.given = np.zeros(n)
         self.received = np.zeros(n)
 
-    def step(self, *grads: Sequence[float] | Floats) -> Floats:
+    def step(self, *grads: ArrayLike) -> Floats:
         """One gradient per rank in; the output of every rank, which must be the same bits."""
         arrays = [np.array(grad, np.float32) for grad in grads]
-        outs = [out["x"] for out in self.world.step([{"x": array} for array in arrays])]
+        outs: list[Floats] = [out["x"] for out in self.world.step([{"x": array} for array in arrays])]
         assert all(out.tobytes() == outs[0].tobytes() for out in outs)
         self.given += np.mean(np.array(arrays, np.float64), axis=0)
         self.received += outs[0]

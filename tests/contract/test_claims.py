@@ -72,7 +72,7 @@ def test_uniform_is_silent_on_all_its_levels(bits: int) -> None:
     laws.is_silent_on_grid(parse(f"uniform(bits={bits}, block=None, stochastic=True)"), 0.25 * ramp - 5, 20)
     if bits > 1:
         laws.is_silent_on_grid(parse(f"uniform(bits={bits}, block=None, symmetric=True, stochastic=True)"),
-                               0.25 * (ramp[:-1] - ramp[-2] / 2), 20)
+                               (ramp[:-1] / 4 - ramp[-2] / 8).astype(np.float32), 20)
 
 
 @pytest.mark.parametrize("spec", UNBIASED_QUANTIZERS)

@@ -13,7 +13,7 @@ from tests.contract.specs import ALL, CARRIED, COMPRESSING, ENDS, LAST
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 FEWER_RANKS = pytest.mark.parametrize("ranks", [1, 3])
 """For what does not depend on how the ranks' sums round."""
-ODD = {n: {**values.odd(n), **values.wild(n, 8), "normal": values.normal("frameworks", (n,))} for n in (1, 41, 1025)}
+ODD = {n: {**values.odd(n), **values.wild(n, 4), "normal": values.normal("frameworks", (n,))} for n in (1, 41, 1025)}
 
 
 @RANKS
@@ -93,10 +93,9 @@ def test_same_in_torch(spec: str, backend: Backend, n: int) -> None:
     laws.same_in_every_framework(parse(spec), backend, ODD[n])
 
 
-@pytest.mark.parametrize("n", [1, 1025])
 @pytest.mark.parametrize("spec", ENDS)
-def test_same_in_eager_tensorflow(spec: str, n: int) -> None:
-    laws.same_in_every_framework(parse(spec), TENSORFLOW, ODD[n])
+def test_same_in_eager_tensorflow(spec: str) -> None:
+    laws.same_in_every_framework(parse(spec), TENSORFLOW, ODD[1025])
 
 
 @pytest.mark.parametrize("spec", ALL)
@@ -110,7 +109,12 @@ def test_same_history_in_torch(spec: str, exchange: str, backend: Backend) -> No
     laws.same_history_in(parse(spec), backend, 3, exchange)
 
 
-@pytest.mark.parametrize("backend", [TENSORFLOW, TENSORFLOW_GRAPH], ids=str)
 @pytest.mark.parametrize("spec", LAST)
-def test_same_history_in_tensorflow(spec: str, backend: Backend) -> None:
-    laws.same_history_in(parse(spec), backend, 3)
+def test_same_history_in_one_trace(spec: str) -> None:
+    laws.same_history_in(parse(spec), TENSORFLOW_GRAPH, 3)
+
+
+@pytest.mark.parametrize("spec", LAST[:4])
+def test_same_history_in_eager_tensorflow(spec: str) -> None:
+    """Few of them: summed and gathered, with and without a step count. Their arithmetic is tested above."""
+    laws.same_history_in(parse(spec), TENSORFLOW, 3)

@@ -40,7 +40,7 @@ def inputs() -> dict[str, Floats]:
 
 def path(spec: str) -> Path:
     """Where the golden file of a spec stands."""
-    return FOLDER / (re.sub(r"[^a-z0-9.]+", "-", spec.replace(" + ", "-then-")).strip("-") + ".json")
+    return FOLDER / (re.sub(r"[^a-z0-9.]+", "-", spec.lower().replace(" + ", "-then-")).strip("-") + ".json")
 
 
 def single(spec: str, n: int, backend: Backend) -> Single:
@@ -70,4 +70,5 @@ def load(spec: str) -> dict[str, Any]:
     """The golden file of a spec. A missing one is an error, never made on the way."""
     if not path(spec).exists():
         raise FileNotFoundError(f"{path(spec).name} is missing: look at what 'make golden' changes, and commit it")
-    return json.loads(path(spec).read_text(encoding="utf-8"))
+    golden: dict[str, Any] = json.loads(path(spec).read_text(encoding="utf-8"))
+    return golden

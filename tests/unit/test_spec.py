@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvd_gradcomp import parse
 from hvd_gradcomp.codecs.chain import Chain
@@ -42,6 +44,10 @@ def test_every_codec_has_defaults_a_text_and_a_use(name: str) -> None:
     ("uniform(8)", "arguments are given by name"), ("topk(ratio=0.1", "cannot read codec spec"),
     ("topk(ratio=1+1)", "no plain value"), ("topk(**{})", "no meaning"), ("a.b", "expected a codec"),
     ("topk - sign", "expected a codec"), ("sign + topk", "no values that another codec could encode"),
+    ("topk(ratio=0.1, ratio=0.2)", "ratio is given twice"), ("a\0b", "cannot read"),
+    ("(" * 500 + "sign", "cannot read"),
+    ("1", "expected a codec"), ("none + none", "no values that another codec could encode"),
+    ("topk(ratio=-0.1)", "above 0"), ("uniform(stochastic=1)", "True or False"),
     ("", "cannot read"), ("__import__('os')", "arguments are given by name"), ("uniform(bits=0)", "from 1 to 16"),
     ("uniform(bits=17)", "from 1 to 16"), ("uniform(bits=True)", "from 1 to 16"), ("uniform(bits=8.0)", "from 1 to 16"),
     ("uniform(block=0)", "block must be"), ("sign(block=-1)", "block must be"),
@@ -66,3 +72,26 @@ def test_nothing_in_a_spec_is_evaluated(tmp_path) -> None:
 def test_what_is_no_string_is_refused() -> None:
     with pytest.raises(SpecError, match="described by a string"):
         parse(7)  # type: ignore[arg-type]
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_codec_or_a_refusal(text: str) -> None:
+    try:
+        codec = parse(text)
+    except SpecError:
+        return
+    assert parse(str(codec)) == codec
+
+
+@given(st.floats(0, 1, exclude_min=True), st.integers(1, 16), st.none() | st.integers(1, 10**6), st.booleans())
+def test_every_argument_survives_text_and_json(ratio: float, bits: int, block: int | None, stochastic: bool) -> None:
+    chain = Chain((TopK(ratio), Uniform(bits=bits, block=block, stochastic=stochastic)))
+    assert parse(str(chain)) == chain
+    assert from_config(json.loads(json.dumps(chain.config()))) == chain
+
+
+@pytest.mark.parametrize("config", [
+    {}, {"codec": "nosuch"}, {"codec": "topk", "rato": 1}, {"codec": 7}, {"codec": "topk", "ratio": 2}], ids=str)
+def test_configurations_of_nothing_are_refused(config: dict[str, object]) -> None:
+    with pytest.raises(SpecError):
+        from_config(config)

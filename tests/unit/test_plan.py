@@ -1,0 +1,143 @@
+"""The plan, who is told of differences in it, and the policy for small tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from hvd_gradcomp.agreement import check
+from hvd_gradcomp.errors import DisagreementError, SpecError
+from hvd_gradcomp.plan import Plan, differences
+from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
+from hvd_gradcomp.spec import TensorSpec
+
+SPECS = (TensorSpec("weight", (300, 100)), TensorSpec("bias", (100,)), TensorSpec("empty", (0, 5)))
+
+
+def plan(spec: str = "sign", specs: tuple[TensorSpec, ...] = SPECS, min_size: int = DEFAULT_MIN_SIZE, seed: int = 0,
+         exchange: str = "auto", error_feedback: bool = True,
+         refuse: Callable[[TensorSpec], str] = lambda spec: "") -> Plan:
+    return Plan.make(specs, Policy.make(spec, min_size), exchange=exchange, seed=seed, error_feedback=error_feedback,
+                     refuse=refuse)
+
+
+def agree(plans: list[Plan]) -> list[str | None]:
+    """What ``check`` says on every rank; None where it is silent."""
+    said: list[str | None] = []
+    for mine in plans:
+        rounds: list[list[bytes]] = []
+
+        def gather(text: bytes, rounds: list[list[bytes]] = rounds, mine: Plan = mine) -> list[bytes]:
+            everyone = [[each.digest() for each in plans],
+                        [json.dumps(each.describe()).encode() for each in plans]][len(rounds)]
+            rank = next(rank for rank, each in enumerate(plans) if each is mine)
+            assert text == everyone[rank], "a rank gathers its own"
+            rounds.append(everyone)
+            return everyone
+
+        try:
+            check(mine, gather)
+            said.append(None)
+            assert len(rounds) == 1
+        except DisagreementError as error:
+            said.append(str(error))
+            assert len(rounds) == 2
+    return said
+
+
+# -- policy -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("spec", "shape", "min_size", "reason"), [
+    ("sign", (16383,), DEFAULT_MIN_SIZE, "small: 16383 elements, min_size=16384"),
+    ("sign", (128, 128), DEFAULT_MIN_SIZE, ""),
+    ("sign", (1,), 0, ""), ("sign", (), 0, ""), ("sign", (), 1, ""), ("sign", (), 2, "small: 1 elements, min_size=2"),
+    ("sign", (0, 5), 0, "empty"), ("none", (1000, 1000), 0, "codec 'none'")])
+def test_policy(spec: str, shape: tuple[int, ...], min_size: int, reason: str) -> None:
+    codec, why = Policy.make(spec, min_size).choose(TensorSpec("x", shape))
+    assert why == reason and (codec is None) == bool(reason)
+
+
+@pytest.mark.parametrize("min_size", [-1, 1.5, "16", True, None])
+def test_policy_refuses(min_size: object) -> None:
+    with pytest.raises(SpecError, match="min_size must be a whole number from 0"):
+        Policy.make("sign", min_size)  # type: ignore[arg-type]
+
+
+# -- plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_tensor_gets_a_codec_or_a_reason() -> None:
+    made = plan()
+    assert {name: (str(slot.codec), slot.reason) for name, slot in made.slots.items()} == {
+        "weight": ("sign(block=1024)", ""), "bias": ("None", "small: 100 elements, min_size=16384"),
+        "empty": ("None", "empty")}
+    assert made.compresses and not plan("none").compresses
+    refused = plan(refuse=lambda spec: "float64" if spec.name == "weight" else "")
+    assert refused.slots["weight"].codec is None and refused.slots["weight"].reason == "float64"
+
+
+def test_state_follows_from_the_codec() -> None:
+    def layout(spec: str, memory: bool = True) -> dict[str, tuple[int, str]]:
+        return plan(spec).slots["weight"].state_layout(memory)
+
+    assert layout("sign") == {"residual": (30_000, "float32")}
+    assert layout("sign", memory=False) == {}
+    assert layout("uniform(bits=4, stochastic=True)") == {"residual": (30_000, "float32"), "step": (1, "int32")}
+
+
+def test_state_is_allocated_once() -> None:
+    made = plan("uniform(bits=4, stochastic=True)")
+    allocated: list[str] = []
+
+    def allocate(name: str, length: int, dtype: str) -> str:
+        allocated.append(name)
+        return f"{dtype}[{length}]"
+
+    for _ in range(2):
+        made.allocate(made.slots["weight"], allocate)
+    assert allocated == ["residual", "step"]
+    assert made.slots["weight"].state == {"residual": "float32[30000]", "step": "int32[1]"}
+
+
+@pytest.mark.parametrize(("spec", "exchange", "says"), [
+    ("sign", "sum", "cannot be added in flight; use exchange='auto'"),
+    ("sign", "nosuch", "there is no exchange 'nosuch': 'auto', 'sum', 'gather'")])
+def test_impossible_exchanges_are_refused(spec: str, exchange: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        plan(spec, exchange=exchange)
+
+
+def test_auto_sums_what_may_be_summed() -> None:
+    assert [plan(spec).slots["weight"].exchange.name for spec in ("fp16", "sign")] == [  # type: ignore[union-attr]
+        "sum", "gather"]
+
+
+# -- agreement ----------------------------------------------------------------------------------------------------
+
+
+def test_equal_plans_agree() -> None:
+    assert agree([plan(), plan(), plan()]) == [None, None, None]
+    assert len(plan().digest()) == 16
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_every_rank_is_told_which_one_differs(who: int) -> None:
+    """Wherever it is. What the differences are called is tested in test_structure.py."""
+    plans = [plan(seed=int(rank == who)) for rank in range(3)]
+    for text in agree(plans):
+        assert text is not None and f"rank {who}: seed is 1, not 0" in text
+        assert text.count("rank ") == 2, "the others are not named as different"
+
+
+def test_between_two_ranks_the_first_is_right() -> None:
+    for text in agree([plan(), plan("topk(ratio=0.1)")]):
+        assert text is not None and "rank 1: codec is 'topk(ratio=0.1)', not 'sign(block=1024)' (as on rank 0)" in text
+
+
+def test_several_may_differ() -> None:
+    lines = differences([plan().describe(), plan().describe(), plan(seed=1).describe(), plan(seed=2).describe()])
+    assert lines == ["rank 2: seed is 1, not 0 (as on rank 0)", "rank 3: seed is 2, not 0 (as on rank 0)"]
+    assert differences([plan().describe()] * 3) == []
