@@ -17,10 +17,10 @@ from hvd_gradcomp.spec import TensorSpec
 class Claims:
     """What a codec promises; the contract suite holds it to each one.
 
-    lossless: decode gives the very bits of a float32 input.
+    lossless: decode gives every float32 back (a -0.0 as 0.0).
     unbiased: over the draws of its randomness the mean of the decodes is the input.
-    contraction: ``|x - decode(encode(x))| < |x|`` in the L2 norm for every x that is not zero, so
-        error feedback converges with it.
+    contraction: ``|x - decode(encode(x))| < |x|`` in the L2 norm for every x that is not zero (nor
+        below the magnitudes that the codec takes as 0), so error feedback converges with it.
     summable: payloads of all ranks may be added in flight and decoded once.
     """
 

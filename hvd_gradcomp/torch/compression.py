@@ -94,6 +94,7 @@ class Compression:
         for b in self._bound.values():
             if b.param.requires_grad:
                 b.param.register_post_accumulate_grad_hook(self._remember)  # type: ignore[no-untyped-call]
+        self._called = False
         self._name = ""  # prefix of our collectives, once the ranks agreed
         self._ranks: list[int] = []
         self._token: torch.Tensor | None = None
@@ -119,6 +120,7 @@ class Compression:
             UsageError: the tensor is not the gradient of a bound parameter, or came twice.
             DisagreementError: on every rank, if the ranks were configured differently.
         """
+        self._called = True
         b = self._find(tensor)
         if not self._name:
             self._agree()
@@ -364,7 +366,7 @@ class Compression:
 
 
 def _was_used(compression: Compression | None) -> bool:
-    return compression is None or bool(compression._name)
+    return compression is None or compression._called
 
 
 def _allocator(ops: TorchOps) -> Callable[[str, int, str], torch.Tensor]:

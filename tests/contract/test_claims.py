@@ -69,7 +69,8 @@ def test_silent_on_grid(spec: str) -> None:
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8, 16])
 def test_uniform_is_silent_on_all_its_levels(bits: int) -> None:
     ramp = np.arange(2**bits, dtype=np.float32)
-    laws.is_silent_on_grid(parse(f"uniform(bits={bits}, block=None, stochastic=True)"), 0.25 * ramp - 5, 20)
+    laws.is_silent_on_grid(parse(f"uniform(bits={bits}, block=None, stochastic=True)"),
+                           (ramp / 4 - 5).astype(np.float32), 20)
     if bits > 1:
         laws.is_silent_on_grid(parse(f"uniform(bits={bits}, block=None, symmetric=True, stochastic=True)"),
                                (ramp[:-1] / 4 - ramp[-2] / 8).astype(np.float32), 20)

@@ -198,3 +198,13 @@ def test_two_compressions_in_one_process(hvd):
     second.optimizer.synchronize()
     assert torch.equal(first.params["w"].grad, torch.ones(SHAPE))
     assert torch.equal(second.params["w"].grad, torch.full(SHAPE, 2.0))
+
+
+def test_adasum_is_refused_by_the_stock_optimizer_too(hvd):
+    """Adasum compresses parameter updates, not gradients: recognized by what Horovod hands over."""
+    param = torch.nn.Parameter(torch.zeros(10))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), named_parameters=[("w", param)],
+                                         op=hvd.Adasum, compression=gradcomp.Compression("sign", [("w", param)]))
+    with pytest.raises(UsageError, match="Adasum"):
+        param.sum().backward()
+    del optimizer
