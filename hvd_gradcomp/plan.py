@@ -121,7 +121,7 @@ class Plan:
         """Everything that ranks must agree on, as JSON values: settings, then a row per tensor."""
         settings = {"version": __version__, "codec": str(self.policy), "exchange": self.exchange,
                     "min_size": self.policy.min_size, "seed": self.seed, "error_feedback": self.error_feedback}
-        rows = [[slot.spec.name, list(slot.spec.shape), slot.codec_text, slot.exchange_text]
+        rows = [[slot.spec.name, list(slot.spec.shape), slot.spec.dtype, slot.codec_text, slot.exchange_text]
                 for slot in self.slots.values()]
         return [settings, *rows]
 
@@ -150,7 +150,7 @@ def _difference(mine: list[Any], theirs: list[Any]) -> str:
     for name, row in ours.items():
         if name not in others:
             return f"tensor {name!r} is there; it is missing"
-        for what, one, other in zip(("", "shape", "codec", "exchange"), row, others[name], strict=True):
+        for what, one, other in zip(("", "shape", "dtype", "codec", "exchange"), row, others[name], strict=True):
             if one != other:
                 return f"{what} of tensor {name!r} is {one}, not {other}"
     return f"the tensors come in another order: {list(ours)}, not {list(others)}"

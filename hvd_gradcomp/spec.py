@@ -20,6 +20,8 @@ class TensorSpec:
 
     name: str
     shape: tuple[int, ...]
+    dtype: str = "float32"
+    """The gradient's own; codecs see float32 whatever it is."""
 
     @property
     def numel(self) -> int:

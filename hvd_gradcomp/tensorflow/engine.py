@@ -67,7 +67,8 @@ class Engine:
         names = _names(listed)
         dtypes = {name: tensor.dtype for name, tensor in zip(names, tensors, strict=True)}
         self.plan = Plan.make(
-            [TensorSpec(name, tuple(tensor.shape)) for name, tensor in zip(names, tensors, strict=True)], policy,
+            [TensorSpec(name, tuple(tensor.shape), tensor.dtype.name)
+             for name, tensor in zip(names, tensors, strict=True)], policy,
             exchange=exchange, seed=seed, error_feedback=error_feedback,
             refuse=lambda spec: "" if dtypes[spec.name].is_floating else f"dtype {dtypes[spec.name].name}")
         self.process_set = process_set

@@ -82,7 +82,8 @@ class Compression:
         named = _named(named_parameters)
         complex_names = {name for name, param in named if param.is_complex()}
         self.plan = Plan.make(
-            [TensorSpec(name, tuple(param.shape)) for name, param in named], Policy.make(compression, min_size),
+            [TensorSpec(name, tuple(param.shape), str(param.dtype).removeprefix("torch.")) for name, param in named],
+            Policy.make(compression, min_size),
             exchange=exchange, seed=seed, error_feedback=error_feedback,
             refuse=lambda spec: "complex dtype" if spec.name in complex_names else "")
         self.process_set = process_set

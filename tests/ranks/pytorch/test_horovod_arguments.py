@@ -153,6 +153,14 @@ def test_disagreement_names_rank_and_difference(hvd):
     assert f"rank {hvd.size() - 1}: codec is 'uniform(bits=4)', not 'uniform(bits=8)'" in str(error.value)
 
 
+def test_another_dtype_is_a_disagreement(hvd):
+    """Case I7."""
+    dtype = torch.float16 if hvd.rank() == hvd.size() - 1 else torch.float32
+    world = World("sign", {"w": torch.zeros(64, dtype=dtype)})
+    with pytest.raises(DisagreementError, match="dtype of tensor 'w' is float16, not float32"):
+        world.backward({"w": torch.ones(64, dtype=dtype)})
+
+
 def test_another_parameter_list_is_a_disagreement(hvd):
     names = ["a", "b"] if hvd.rank() == 0 else ["a", "c"]
     params = [(name, torch.nn.Parameter(torch.zeros(64))) for name in names]
