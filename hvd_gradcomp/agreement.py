@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from zlib import crc32
 
 from hvd_gradcomp.errors import DisagreementError
 from hvd_gradcomp.plan import Plan, differences
@@ -12,14 +13,17 @@ from hvd_gradcomp.plan import Plan, differences
 _agreed: Counter[int] = Counter()
 
 
-def new_name(process_set_id: int) -> str:
+def new_name(ranks: Sequence[int]) -> str:
     """A name that the ranks of a process set have in common, new for each call.
 
-    It counts calls, so ranks must use their Compressions for the first time in the same order;
-    where they do not, the comparison that travels under this name says so.
+    The set is known by its ranks: Horovod gives the number of a removed set to another one, which
+    would then count differently on different ranks. It counts calls, so ranks must use their
+    Compressions for the first time in the same order; where they do not, the comparison that travels
+    under this name says so.
     """
-    _agreed[process_set_id] += 1
-    return f"gradcomp.{process_set_id}.{_agreed[process_set_id] - 1}"
+    number = crc32(repr(list(ranks)).encode())
+    _agreed[number] += 1
+    return f"gradcomp.{number:08x}.{_agreed[number] - 1}"
 
 
 def check(plan: Plan, gather: Callable[[bytes], list[bytes]]) -> None:

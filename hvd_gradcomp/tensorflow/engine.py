@@ -113,7 +113,7 @@ class Engine:
         Raises DisagreementError on every rank if they differ.
         """
         if not self.name:
-            name = agreement.new_name(self.process_set.process_set_id)
+            name = agreement.new_name(self.process_set.ranks)
             if self.size > 1:
                 agreement.check(self.plan, lambda data: hvd_tensorflow.gather_bytes(data, self.process_set, name))
             self.name = name

@@ -307,7 +307,7 @@ class Compression:
     def _agree(self) -> None:
         if not self.process_set.included():
             raise UsageError(f"this rank is not in the Compression's process set {self.process_set.ranks}")
-        name = agreement.new_name(self.process_set.process_set_id)
+        name = agreement.new_name(self.process_set.ranks)
         agreement.check(self.plan, lambda data: hvd_torch.gather_bytes(data, self.process_set, name))
         self._name = name
         self._ranks = list(self.process_set.ranks)
