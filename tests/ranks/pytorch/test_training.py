@@ -33,7 +33,9 @@ def test_ranks_end_equal_and_learn(hvd, spec):
     assert_equal_on_ranks(weights)
     assert dense_loss < 1.9, "the dense run itself did not learn"
     assert loss < dense_loss + 0.25
-    assert (spec == "none") == torch.equal(weights, dense), "a lossy codec must leave a trace, and none must not"
+    # Gloo adds the floats of more than two ranks in an order of its own, so two dense runs differ by rounding
+    trace = float((weights - dense).abs().max())
+    assert (trace < 1e-5) == (spec == "none"), f"a lossy codec must leave a trace, and none must not: {trace}"
 
 
 @pytest.mark.parametrize("spec", CODECS)
