@@ -50,12 +50,12 @@ demo: $(STAMPS)/package  ## train on 2 ranks with 4 codecs and both frameworks: 
 	@echo "demo: 8 short trainings on 2 Horovod ranks, usually 3 minutes"
 	@$(BIN)/python examples/compare.py
 
-test: $(STAMPS)/package  ## all tests, those on 2 and 3 real ranks too (15 minutes)
-	@echo "test: everything, the parallel tests last, usually 15 minutes"
+test: $(STAMPS)/package  ## all tests, those on 2 and 3 real ranks too (35 minutes)
+	@echo "test: everything, the parallel tests last, usually 35 minutes on 2 cores"
 	@$(BIN)/python -m pytest $(TESTS)
 
-test-np%: $(STAMPS)/package  ## the parallel tests of one world size: test-np2, test-np3 (5 minutes)
-	@echo "test-np$*: the parallel tests on $* ranks, usually 5 minutes"
+test-np%: $(STAMPS)/package  ## the parallel tests of one world size: test-np2, test-np3 (10 to 15 minutes)
+	@echo "test-np$*: the parallel tests on $* ranks, usually 10 to 15 minutes"
 	@$(BIN)/python -m pytest tests/parallel -m np$*
 
 bench: $(STAMPS)/package  ## speed, size and error of some codecs on this machine (1 minute)
