@@ -7,8 +7,6 @@ import torch
 horovod_torch.init()
 torch.set_num_threads(1)
 
-# A fixed set of one rank, for the tests that need sets (all ranks must add it together, at init).
-
 
 @pytest.fixture
 def hvd():
