@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hvd_gradcomp import coding
 from hvd_gradcomp.codecs.base import Ctx
 from hvd_gradcomp.exchange.base import Commit, Flow
-from hvd_gradcomp.memory import error_feedback
+from hvd_gradcomp.memory import remember
 from hvd_gradcomp.ops.base import Array
 from hvd_gradcomp.plan import Slot
 
@@ -36,14 +37,11 @@ def reduce_gradient(grad: Array, slot: Slot, ctx: Ctx, *, stage: int = 0, loss_s
     """
     ops, state = ctx.ops, slot.state
     codec, exchange = slot.stages[stage].codec, slot.stages[stage].exchange
-    residual = state.get(error_feedback.STATE)
+    memory = remember(ops, grad, state, loss_scale)
 
-    received = yield from exchange.rounds(codec, error_feedback.load(grad, residual, loss_scale), ctx)
+    received = yield from exchange.rounds(codec, memory, ctx)
     ok = yield Commit()
-    if residual is not None:
-        x = error_feedback.load(grad, residual, loss_scale)
-        sent = received.sent(ops.zeros((ctx.spec.numel,)))
-        error_feedback.settle(ops, x, sent, residual, loss_scale, ok)
+    coding.settle(received, memory, ctx, ok)
     mean = received.mean(output() if output else ops.zeros((ctx.spec.numel,)))
     # The codec's own state moves last: sent and mean are decoded with the state they were encoded with.
     for name, new in received.state().items():

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from hvd_gradcomp import require
+from hvd_gradcomp import coding, require
 from hvd_gradcomp.codecs.base import Codec, Ctx
 from hvd_gradcomp.errors import SpecError
 from hvd_gradcomp.exchange import choose
 from hvd_gradcomp.exchange.base import Received
-from hvd_gradcomp.memory import error_feedback
+from hvd_gradcomp.memory import remember
 from hvd_gradcomp.ops.base import Array, Ops
 from hvd_gradcomp.plan import Plan
 from hvd_gradcomp.policy import Policy
@@ -110,16 +110,13 @@ def measure(codec: Codec, gradient: np.ndarray[Any, Any], backend: Backend) -> d
     ctx = Ctx(ops, spec, ranks=1, rank=0, seed=0, state=slot.state)
     grad = backend.array(np.ascontiguousarray(gradient.reshape(-1)))
     ok = ops.constant([1.0], "float32")
-    residual = slot.state.get(error_feedback.STATE)
+    memory = remember(ops, grad, slot.state)
 
     def encode() -> Received:
-        return _drive(exchange.rounds(codec, error_feedback.load(grad, residual, None), ctx), ops)
+        return _drive(exchange.rounds(codec, memory, ctx), ops)
 
     def encode_and_settle() -> Any:
-        received = encode()
-        if residual is not None:
-            x = error_feedback.load(grad, residual, None)
-            error_feedback.settle(ops, x, received.sent(ops.zeros((spec.numel,))), residual, None, ok)
+        coding.settle(encode(), memory, ctx, ok)
         return ok
 
     received = encode()

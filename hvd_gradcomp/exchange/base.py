@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_gradcomp.codecs.base import Codec, Ctx, Received
+from hvd_gradcomp.memory.base import Memory
 from hvd_gradcomp.ops.base import Array
 from hvd_gradcomp.payload import Parts
 from hvd_gradcomp.spec import TensorSpec
@@ -47,19 +48,19 @@ class Exchange(ABC):
         """None if this exchange can carry the codec's payload, else the reason why not."""
 
     @abstractmethod
-    def rounds(self, codec: Codec, x: Array, ctx: Ctx) -> Rounds:
-        """Encode ``x`` and exchange it."""
+    def rounds(self, codec: Codec, memory: Memory, ctx: Ctx) -> Rounds:
+        """Encode what ``memory`` loads and exchange it."""
 
     @abstractmethod
     def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:
         """``(how, bytes of one rank's contribution)`` of every Send, for counting without running."""
 
 
-def converse(codec: Codec, x: Array, ctx: Ctx, send: Callable[[Parts], Generator[Send, Parts, list[Parts]]]) -> Rounds:
+def converse(codec: Codec, memory: Memory, ctx: Ctx,
+             send: Callable[[Parts], Generator[Send, Parts, list[Parts]]]) -> Rounds:
     """Drive the rounds of an interactive codec. ``send`` carries one round's payload and gives the
     payloads that came back, whose sum is the sum over ranks."""
-    rounds = codec.rounds(x, ctx)
-    del x
+    rounds = codec.rounds(memory.load(), ctx)
     own = next(rounds)
     while True:
         received = yield from send(own)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import replace
 
-from hvd_gradcomp import payload
+from hvd_gradcomp import coding, payload
 from hvd_gradcomp.codecs.base import Codec, Ctx
 from hvd_gradcomp.exchange.base import Exchange, Received, Rounds, Send, converse
+from hvd_gradcomp.memory.base import Memory
 from hvd_gradcomp.ops.base import Array
 from hvd_gradcomp.payload import Part, Parts
 from hvd_gradcomp.spec import TensorSpec
@@ -24,7 +25,7 @@ class Gather(Exchange):
     def allows(self, codec: Codec) -> str | None:
         return None
 
-    def rounds(self, codec: Codec, x: Array, ctx: Ctx) -> Rounds:
+    def rounds(self, codec: Codec, memory: Memory, ctx: Ctx) -> Rounds:
         ops, layout = ctx.ops, codec.layout(ctx.spec)
         if codec.interactive:
             def send(parts: Parts) -> Generator[Send, Parts, list[Parts]]:
@@ -32,13 +33,12 @@ class Gather(Exchange):
                 everyone = (yield Send({_PART: payload.pack(ops, parts, sent)}, "gather"))[_PART]
                 return [payload.unpack(ops, everyone[rank], sent) for rank in range(ctx.ranks)]
 
-            return (yield from converse(codec, x, ctx, send))
-        own = payload.pack(ops, codec.encode(x, ctx), layout)
-        del x
+            return (yield from converse(codec, memory, ctx, send))
+        own = payload.pack(ops, coding.encode(codec, memory, ctx), layout)
         everyone = (yield Send({_PART: own}, "gather"))[_PART]
 
         def decode(blob: Array, acc: Array, rank: int) -> Array:
-            return codec.decode(payload.unpack(ops, blob, layout), acc, replace(ctx, rank=rank))
+            return coding.decode(codec, payload.unpack(ops, blob, layout), acc, replace(ctx, rank=rank))
 
         def mean(acc: Array) -> Array:
             for rank in range(ctx.ranks):

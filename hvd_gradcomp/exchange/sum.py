@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import replace
 
+from hvd_gradcomp import coding
 from hvd_gradcomp.codecs.base import Codec, Ctx
 from hvd_gradcomp.exchange.base import Exchange, Received, Rounds, Send, converse
-from hvd_gradcomp.ops.base import ITEMSIZE, Array
+from hvd_gradcomp.memory.base import Memory
+from hvd_gradcomp.ops.base import ITEMSIZE
 from hvd_gradcomp.payload import Parts
 from hvd_gradcomp.spec import TensorSpec
 
@@ -20,19 +22,18 @@ class Sum(Exchange):
     def allows(self, codec: Codec) -> str | None:
         return None if codec.summable_rounds else f"payloads of {codec} cannot be added in flight"
 
-    def rounds(self, codec: Codec, x: Array, ctx: Ctx) -> Rounds:
+    def rounds(self, codec: Codec, memory: Memory, ctx: Ctx) -> Rounds:
         ops = ctx.ops
         if codec.interactive:
-            return (yield from converse(codec, x, ctx, self._send))
+            return (yield from converse(codec, memory, ctx, self._send))
         if codec.uses_bound:
-            local = ops.max_rows(ops.reshape(ops.abs(x), (1, ctx.spec.numel)))
+            local = ops.max_rows(ops.reshape(ops.abs(memory.load()), (1, ctx.spec.numel)))
             shared = yield Send({"bound": local}, "max")
             ctx = replace(ctx, bound=shared["bound"])
-        own = codec.encode(x, ctx)
-        del x
+        own = coding.encode(codec, memory, ctx)
         total = yield Send(own, "sum")
-        return Received(sent=lambda acc: codec.decode(own, acc, ctx),
-                        mean=lambda acc: ops.divide(codec.decode(total, acc, ctx), ctx.ranks),
+        return Received(sent=lambda acc: coding.decode(codec, own, acc, ctx),
+                        mean=lambda acc: ops.divide(coding.decode(codec, total, acc, ctx), ctx.ranks),
                         state=lambda: codec.advance(total, ctx))
 
     def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:

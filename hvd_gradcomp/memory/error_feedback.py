@@ -9,19 +9,27 @@ Source: Seide et al. (2014); Karimireddy et al. (2019), Algorithm 2 without the 
 
 from __future__ import annotations
 
-from hvd_gradcomp.ops.base import Array, Ops
+from dataclasses import dataclass
+
+from hvd_gradcomp.memory.base import Memory
+from hvd_gradcomp.ops.base import Array
 
 STATE = "residual"
 
 
-def load(grad: Array, residual: Array | None, loss_scale: Array | float | None) -> Array:
-    """What is to be compressed: float32 ``[numel]``. Reads only."""
-    if residual is None:
-        return grad
-    return grad + (residual if loss_scale is None else residual * loss_scale)
+@dataclass(frozen=True)
+class ErrorFeedback(Memory):
+    """
+    residual: the state array ``e``.
+    loss_scale: what the loss, thus the gradient, was multiplied by; None for 1.
+    """
 
+    residual: Array
+    loss_scale: Array | float | None = None
 
-def settle(ops: Ops, x: Array, sent: Array, residual: Array, loss_scale: Array | float | None, ok: Array) -> None:
-    """Keep ``x - sent`` in ``residual`` if the step counts."""
-    kept = x - sent
-    ops.assign(residual, kept if loss_scale is None else kept / loss_scale, ok)
+    def load(self) -> Array:
+        return self.grad + (self.residual if self.loss_scale is None else self.residual * self.loss_scale)
+
+    def settle(self, sent: Array, ok: Array) -> None:
+        kept = self.load() - sent
+        self.ops.assign(self.residual, kept if self.loss_scale is None else kept / self.loss_scale, ok)

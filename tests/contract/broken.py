@@ -15,6 +15,8 @@ from hvd_gradcomp.codecs.topk import TopK
 from hvd_gradcomp.codecs.uniform import Uniform
 from hvd_gradcomp.exchange.base import Exchange, Received, Rounds, Send
 from hvd_gradcomp.exchange.gather import Gather
+from hvd_gradcomp.memory.base import Memory
+from hvd_gradcomp.memory.error_feedback import ErrorFeedback
 from hvd_gradcomp.ops import rng
 from hvd_gradcomp.ops.base import Array, Ops
 from hvd_gradcomp.ops.numpy import NumpyOps
@@ -192,9 +194,9 @@ class Overflows(Bf16):
 class _Changed(Gather):
     """Gather, up to one change of what comes back."""
 
-    def rounds(self, codec: Codec, x: Array, ctx: Ctx) -> Rounds:
-        received = yield from super().rounds(codec, x, ctx)
-        return self.change(received, x, ctx)
+    def rounds(self, codec: Codec, memory: Memory, ctx: Ctx) -> Rounds:
+        received = yield from super().rounds(codec, memory, ctx)
+        return self.change(received, memory.load(), ctx)
 
     def change(self, received: Received, x: Array, ctx: Ctx) -> Received:
         raise NotImplementedError
@@ -222,9 +224,10 @@ class OwnFirst(Exchange):
     def allows(self, codec: Codec) -> str | None:
         return None
 
-    def rounds(self, codec: Codec, x: Array, ctx: Ctx) -> Rounds:
+    def rounds(self, codec: Codec, memory: Memory, ctx: Ctx) -> Rounds:
         layout = codec.layout(ctx.spec)
-        everyone = (yield Send({"payload": payload.pack(ctx.ops, codec.encode(x, ctx), layout)}, "gather"))["payload"]
+        own = payload.pack(ctx.ops, codec.encode(memory.load(), ctx), layout)
+        everyone = (yield Send({"payload": own}, "gather"))["payload"]
 
         def decode(acc: Array, rank: int) -> Array:
             return codec.decode(payload.unpack(ctx.ops, everyone[rank], layout), acc, replace(ctx, rank=rank))
@@ -269,12 +272,11 @@ class CommitsVoidSteps(NumpyOps):
         target[...] = new
 
 
-def load_unscaled(grad: Array, residual: Array | None, loss_scale: Array | float | None) -> Array:
-    """error_feedback.load that forgets the loss scale."""
-    return grad if residual is None else grad + residual
+def load_unscaled(memory: ErrorFeedback) -> Array:
+    """ErrorFeedback.load that forgets the loss scale."""
+    return memory.grad + memory.residual
 
 
-def settle_against_gradient(ops: Ops, x: Array, sent: Array, residual: Array, loss_scale: Array | float | None,
-                            ok: Array) -> None:
-    """error_feedback.settle that subtracts from the raw gradient (case G2)."""
-    ops.assign(residual, x - residual - sent, ok)
+def settle_against_gradient(memory: ErrorFeedback, sent: Array, ok: Array) -> None:
+    """ErrorFeedback.settle that subtracts from the raw gradient (case G2)."""
+    memory.ops.assign(memory.residual, memory.grad - sent, ok)

@@ -13,7 +13,7 @@ from hvd_gradcomp.codecs.registry import CODECS
 from hvd_gradcomp.codecs.topk import TopK
 from hvd_gradcomp.codecs.uniform import Uniform
 from hvd_gradcomp.exchange import EXCHANGES
-from hvd_gradcomp.memory import error_feedback
+from hvd_gradcomp.memory.error_feedback import ErrorFeedback
 from tests.contract import broken, laws, values
 from tests.contract.backends import NUMPY, TENSORFLOW_GRAPH, TORCH
 
@@ -36,13 +36,13 @@ def test_conserves(codec: Codec, exchange: str) -> None:
 
 
 def test_conserves_rejects_the_wrong_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(error_feedback, "settle", broken.settle_against_gradient)
+    monkeypatch.setattr(ErrorFeedback, "settle", broken.settle_against_gradient)
     with pytest.raises(AssertionError, match="step 1"):
         laws.conserves(TopK(ratio=0.1), 2)
 
 
 def test_loss_scale_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(error_feedback, "load", broken.load_unscaled)
+    monkeypatch.setattr(ErrorFeedback, "load", broken.load_unscaled)
     laws.conserves(TopK(ratio=0.1), 2)
     with pytest.raises(AssertionError, match="received is not the mean of sent"):
         laws.loss_scale_loses_nothing(TopK(ratio=0.1), 2)
