@@ -105,7 +105,8 @@ $(STAMPS)/horovod: docker/build-horovod.sh docker/versions.env $(STAMPS)/framewo
 	@docker/build-horovod.sh --python $(BIN)/python --install
 	@touch $@
 
-$(STAMPS)/package: setup.py pyproject.toml $(STAMPS)/horovod
-	@echo "install 3/3: hvd_gradcomp from this folder, and the tools, usually half a minute"
+$(STAMPS)/package: setup.py pyproject.toml $(wildcard hvd_gradcomp/kernels/src/*) $(STAMPS)/horovod
+	@echo "install 3/3: hvd_gradcomp from this folder with its kernels, and the tools, usually 1 to 2 minutes"
+	@$(PIP) pybind11
 	@$(PIP) --no-build-isolation --editable '.[mpi,plot,dev]'
 	@touch $@

@@ -1,9 +1,12 @@
 """Build and metadata of hvd-gradcomp. Settings of the tools are in pyproject.toml."""
 
+import os
+import platform
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+import pybind11
+from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).parent
 
@@ -27,6 +30,24 @@ EXTRAS = {
     "dev": ["hypothesis", "mypy", "psutil", "pytest>=8", "pytest-timeout", "ruff", "tqdm"],
 }
 
+# The kernels are built once for each kind of processor, and the loader takes the fastest that runs. No
+# contraction to fused multiply-adds: they round differently, and the bytes must be the same everywhere.
+FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fvisibility=hidden",
+         "-Wno-psabi", "-pthread"]
+PROCESSORS = {"portable": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    PROCESSORS |= {"avx2": ["-march=haswell"], "avx512": ["-march=skylake-avx512", "-mprefer-vector-width=512"]}
+
+
+def kernels(processor: str, flags: list[str]) -> Extension:
+    """One build; optional, since everything works without it, only slower."""
+    source = Path("hvd_gradcomp") / "kernels" / "src"
+    return Extension(
+        f"hvd_gradcomp.kernels.{processor}", [str(source / "module.cpp")], include_dirs=[pybind11.get_include()],
+        depends=sorted(map(str, source.glob("*.h"))), define_macros=[("HVD_GRADCOMP_MODULE", processor)],
+        extra_compile_args=FLAGS + flags, extra_link_args=["-pthread"], language="c++", optional=True)
+
+
 setup(
     name="hvd-gradcomp",
     version=version(),
@@ -36,8 +57,10 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
+    ext_modules=[kernels(processor, flags) for processor, flags in PROCESSORS.items()],
+    options={"build_ext": {"parallel": os.cpu_count()}},
     packages=find_packages(include=["hvd_gradcomp", "hvd_gradcomp.*"]),
-    package_data={"hvd_gradcomp": ["py.typed"]},
+    package_data={"hvd_gradcomp": ["py.typed"], "hvd_gradcomp.kernels": ["src/*"]},
     install_requires=["numpy>=1.26", "pyyaml>=6", "rich>=13"],
     extras_require=EXTRAS,
     keywords=["horovod", "gradient compression", "distributed training", "pytorch", "tensorflow"],

@@ -2,23 +2,249 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hvd_gradcomp import native, payload
+from hvd_gradcomp.codecs import matrix
 from hvd_gradcomp.codecs.base import Codec, Ctx, Received
-from hvd_gradcomp.memory.base import Memory
-from hvd_gradcomp.ops.base import Array
-from hvd_gradcomp.payload import Parts
+from hvd_gradcomp.codecs.chain import Chain
+from hvd_gradcomp.codecs.matrix import Product, Products
+from hvd_gradcomp.memory.base import Memory, NoMemory
+from hvd_gradcomp.memory.error_feedback import ErrorFeedback
+from hvd_gradcomp.native import Host, HostParts, Kernel, Sink, Source
+from hvd_gradcomp.ops.base import Array, Ops
+from hvd_gradcomp.ops.numpy import NumpyOps
+from hvd_gradcomp.payload import Layout, Packed, Parts
+
+_numpy = NumpyOps()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The own payload, as it is counted: ``Received.sent`` of an exchange that sends what a codec encoded."""
+
+    codec: Codec
+    parts: Parts
+    ctx: Ctx
+
+    def __call__(self, acc: Array) -> Array:
+        return decode(self.codec, self.parts, acc, self.ctx)
 
 
 def encode(codec: Codec, memory: Memory, ctx: Ctx) -> Parts:
-    """The payload of what ``memory`` loads; nothing is written."""
-    return codec.encode(memory.load(), ctx)
+    """The payload of what ``memory`` loads; nothing is written but the payload."""
+    if isinstance(codec, Chain):
+        return codec.code(encode(codec.first, memory, ctx), ctx,
+                          lambda rest, values, inner: encode(rest, NoMemory(ctx.ops, values), inner))
+    kernel = _kernel(codec, ctx)
+    if kernel is None:
+        return codec.encode(memory.load(), ctx)
+    layout = codec.layout(ctx.spec)
+    size = payload.nbytes(layout)
+
+    def run(given: dict[str, Host]) -> list[Host]:
+        blob = ctx.buffers.get(codec)
+        if blob is None or not ctx.ops.in_place:
+            blob = np.zeros(size, np.uint8)
+            if ctx.ops.in_place:
+                ctx.buffers[codec] = blob
+        kernel.encode(_source(given), dict(payload.unpack(_numpy, blob, layout)), _host_ctx(ctx, given))
+        return [blob]
+
+    return Packed(ctx.ops, ctx.ops.host(run, {**_loaded(memory), **_moment(codec, ctx)}, [(size, "uint8")])[0], layout)
 
 
 def decode(codec: Codec, parts: Parts, acc: Array, ctx: Ctx) -> Array:
-    """``acc + decoded values``; ``acc`` is used up."""
-    return codec.decode(parts, acc, ctx)
+    """``acc + decoded values``; ``acc`` is used up. Raises PayloadError for parts that cannot be."""
+    if isinstance(codec, Chain):
+        return decode(codec.first, codec.uncode(parts, ctx, decode), acc, ctx)
+    kernel = _kernel(codec, ctx)
+    if kernel is None:
+        return codec.decode(parts, acc, ctx)
+
+    def run(target: Host, payloads: list[tuple[HostParts, Ctx]]) -> None:
+        kernel.decode(payloads[0][0], Sink(target, None, 1.0), payloads[0][1])
+
+    return _into(acc, run, codec, [(parts, ctx)])
+
+
+def mean(codec: Codec, payloads: Sequence[tuple[Parts, Ctx]], acc: Array) -> Array:
+    """The mean over the ranks in ``acc``, zeros, which is used up.
+
+    Args:
+        payloads: each rank's payload with the ctx that it is decoded with, or the one that was summed in flight.
+    """
+    ctx = payloads[0][1]
+    if isinstance(codec, Chain):
+        return mean(codec.first, [(codec.uncode(parts, each, decode), each) for parts, each in payloads], acc)
+    kernel = _kernel(codec, ctx)
+    if kernel is None:
+        for parts, each in payloads:
+            acc = codec.decode(parts, acc, each)
+        return ctx.ops.divide(acc, ctx.ranks)
+    return _into(acc, lambda target, host: kernel.mean(host, target), codec, payloads)
 
 
 def settle(received: Received, memory: Memory, ctx: Ctx, ok: Array) -> None:
     """Let ``memory`` keep what this rank's payload does not hold, if the step counts."""
-    if memory.keeps:
-        memory.settle(received.sent(ctx.ops.zeros((ctx.spec.numel,))), ok)
+    if not memory.keeps:
+        return
+    sent = received.sent
+    if isinstance(memory, ErrorFeedback) and (
+            (isinstance(sent, Sent) and _settle(sent, memory, ok))
+            or (isinstance(sent, Product) and _settle_product(sent, memory, ok))):
+        return
+    memory.settle(sent(ctx.ops.zeros((ctx.spec.numel,))), ok)
+
+
+def largest(memory: Memory, ctx: Ctx) -> Array:
+    """float32 ``(1,)``: the largest magnitude of what ``memory`` loads."""
+    ops = ctx.ops
+    if native.available() and ops.on_host and ctx.spec.numel:
+        return ops.host(lambda given: [native.largest(_source(given))], _loaded(memory), [(1, "float32")])[0]
+    return ops.max_rows(ops.reshape(ops.abs(memory.load()), (1, ctx.spec.numel)))
+
+
+def products(memory: Memory, ctx: Ctx) -> Products | None:
+    """The products of what ``memory`` loads with thin factors, if kernels can make them without a dense sum."""
+    shape = matrix.view(ctx.spec.shape)
+    return _NativeProducts(memory, ctx, shape) if _has_products(ctx.ops, shape, ctx.spec.numel) else None
+
+
+# -- to the kernels and back ------------------------------------------------------------------------
+
+
+def _kernel(codec: Codec, ctx: Ctx) -> Kernel[Any] | None:
+    return native.find(codec, ctx.spec) if ctx.ops.on_host else None
+
+
+def _settle(sent: Sent, memory: ErrorFeedback, ok: Array) -> bool:
+    """Whether a kernel did it."""
+    codec, parts, ctx = sent.codec, sent.parts, sent.ctx
+    if isinstance(codec, Chain):
+        return _settle(Sent(codec.first, codec.uncode(parts, ctx, decode), ctx), memory, ok)
+    kernel = _kernel(codec, ctx)
+    if kernel is None:
+        return False
+    layout = codec.layout(ctx.spec)
+
+    def run(given: dict[str, Host]) -> None:
+        sink = Sink(given["target"], given["grad"], _scale(given))
+        kernel.decode(_host_parts(given, "own", layout), sink, _host_ctx(ctx, given))
+
+    loaded = _loaded(memory)
+    del loaded["residual"]  # which is the target
+    ctx.ops.host_update(run, memory.residual, {**loaded, **_named("own", parts), **_moment(codec, ctx)}, ok)
+    return True
+
+
+def _has_products(ops: Ops, shape: tuple[int, int], numel: int) -> bool:
+    return native.available() and ops.on_host and 0 < math.prod(shape) == numel
+
+
+@dataclass(frozen=True)
+class _NativeProducts:
+    memory: Memory
+    ctx: Ctx
+    shape: tuple[int, int]
+
+    def left(self, q: Array) -> Array:
+        rank, rows = int(q.shape[0]), self.shape[0]
+        flat = self._run(native.left, q, rank, rows * rank)
+        return self.ctx.ops.permute(self.ctx.ops.reshape(flat, (rows, rank)), (1, 0))
+
+    def right(self, p: Array) -> Array:
+        rank, columns = int(p.shape[0]), self.shape[1]
+        flat = self._run(native.right, self.ctx.ops.permute(p, (1, 0)), rank, rank * columns)
+        return self.ctx.ops.reshape(flat, (rank, columns))
+
+    def _run(self, product: Callable[[Source, tuple[int, int], Host, int], Host], factor: Array, rank: int,
+             length: int) -> Array:
+        flat = self.ctx.ops.reshape(factor, (-1,))
+        return self.ctx.ops.host(lambda given: [product(_source(given), self.shape, given["factor"], rank)],
+                                 {**_loaded(self.memory), "factor": flat}, [(length, "float32")])[0]
+
+
+def _settle_product(sent: Product, memory: ErrorFeedback, ok: Array) -> bool:
+    """Whether a kernel did it."""
+    ops, shape = sent.ops, (int(sent.left.shape[0]), int(sent.right.shape[1]))
+    if not _has_products(ops, shape, int(memory.grad.shape[0])):
+        return False
+    rank = int(sent.right.shape[0])
+
+    def run(given: dict[str, Host]) -> None:
+        native.product(Sink(given["target"], given["grad"], _scale(given)), shape, given["left"], given["right"], rank)
+
+    loaded = _loaded(memory)
+    del loaded["residual"]  # which is the target
+    ops.host_update(run, memory.residual, {**loaded, "left": ops.reshape(sent.left, (-1,)),
+                                           "right": ops.reshape(sent.right, (-1,))}, ok)
+    return True
+
+
+def _into(acc: Array, run: Callable[[Host, list[tuple[HostParts, Ctx]]], None], codec: Codec,
+          payloads: Sequence[tuple[Parts, Ctx]]) -> Array:
+    """Let ``run`` add payloads to ``acc``."""
+    ctx = payloads[0][1]
+    layout = codec.layout(ctx.spec)
+    arrays = {"acc": acc, **_moment(codec, ctx)}
+    for i, (parts, _) in enumerate(payloads):
+        arrays |= _named(str(i), parts)
+
+    def on_host(given: dict[str, Host]) -> list[Host]:
+        target = given["acc"] if ctx.ops.in_place else given["acc"].copy()
+        run(target, [(_host_parts(given, str(i), layout), _host_ctx(each, given))
+                     for i, (_, each) in enumerate(payloads)])
+        return [target]
+
+    return ctx.ops.host(on_host, arrays, [(ctx.spec.numel, "float32")])[0]
+
+
+def _loaded(memory: Memory) -> dict[str, Array]:
+    """The arrays of :func:`_source`."""
+    if not isinstance(memory, ErrorFeedback):
+        return {"grad": memory.load()}
+    arrays = {"grad": memory.grad, "residual": memory.residual}
+    if memory.loss_scale is not None:
+        arrays["scale"] = _scalar(memory)
+    return arrays
+
+
+def _scalar(memory: ErrorFeedback) -> Array:
+    scale = memory.loss_scale
+    return memory.ops.constant([scale], "float32") if isinstance(scale, (int, float)) else memory.ops.reshape(
+        memory.ops.cast(scale, "float32"), (1,))
+
+
+def _source(given: Mapping[str, Host]) -> Source:
+    return Source(given["grad"], given.get("residual"), _scale(given))
+
+
+def _scale(given: Mapping[str, Host]) -> float:
+    return float(given["scale"][0]) if "scale" in given else 1.0
+
+
+def _moment(codec: Codec, ctx: Ctx) -> dict[str, Array]:
+    """What a codec looks at beside the values."""
+    arrays = {"step": ctx.state["step"]} if codec.uses_step else {}
+    return arrays if ctx.bound is None else {**arrays, "bound": ctx.bound}
+
+
+def _host_ctx(ctx: Ctx, given: Mapping[str, Host]) -> Ctx:
+    return replace(ctx, ops=_numpy, state={"step": given["step"]} if "step" in given else {},
+                   bound=given.get("bound"))
+
+
+def _named(name: str, parts: Parts) -> dict[str, Array]:
+    return {name: parts.blob} if isinstance(parts, Packed) else {f"{name}/{part}": x for part, x in parts.items()}
+
+
+def _host_parts(given: Mapping[str, Host], name: str, layout: Layout) -> HostParts:
+    if name in given:
+        return dict(payload.unpack(_numpy, given[name], layout))
+    return {part.name: given[f"{name}/{part.name}"] for part in layout}

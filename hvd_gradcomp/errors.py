@@ -33,5 +33,9 @@ class StateError(GradcompError, ValueError):
     """A state_dict that does not fit; nothing was changed."""
 
 
+class KernelError(GradcompError, ImportError):
+    """The native kernels were required and cannot be loaded: says why."""
+
+
 class MissingDependencyError(GradcompError, ImportError):
     """A framework or Horovod is not installed: says how to install it."""

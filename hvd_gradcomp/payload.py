@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvd_gradcomp.errors import PayloadError
@@ -18,7 +18,7 @@ from hvd_gradcomp.ops.base import ITEMSIZE, Array, Ops
 if sys.byteorder != "little":  # pragma: no cover - no supported framework runs there
     raise ImportError("hvd_gradcomp sends little-endian bytes and has no big-endian version")
 
-Parts = dict[str, Array]
+Parts = Mapping[str, Array]
 _ALIGN = 4
 
 
@@ -43,8 +43,32 @@ def nbytes(layout: Layout) -> int:
     return math.ceil(sum(part.nbytes for part in layout) / _ALIGN) * _ALIGN
 
 
+class Packed(Mapping[str, Array]):
+    """The parts of one buffer, each looked at only when it is asked for."""
+
+    def __init__(self, ops: Ops, blob: Array, layout: Layout) -> None:
+        self.ops, self.blob, self.layout = ops, blob, layout
+        self._parts: dict[str, Array] | None = None
+
+    def __getitem__(self, name: str) -> Array:
+        if self._parts is None:
+            self._parts, start = {}, 0
+            for part in _wire_order(self.layout):
+                self._parts[part.name] = self.ops.bitcast(self.blob[start : start + part.nbytes], part.dtype)
+                start += part.nbytes
+        return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (part.name for part in self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+
 def pack(ops: Ops, parts: Parts, layout: Layout) -> Array:
     """All parts in one uint8 vector of ``nbytes(layout)``."""
+    if isinstance(parts, Packed) and parts.layout == layout:
+        return parts.blob
     check(ops, parts, layout)
     pieces = [ops.bitcast(parts[part.name], "uint8") for part in _wire_order(layout) if part.length]
     gap = nbytes(layout) - sum(part.nbytes for part in layout)
@@ -53,18 +77,14 @@ def pack(ops: Ops, parts: Parts, layout: Layout) -> Array:
     return pieces[0] if len(pieces) == 1 else ops.concat(pieces)
 
 
-def unpack(ops: Ops, blob: Array, layout: Layout) -> Parts:
+def unpack(ops: Ops, blob: Array, layout: Layout) -> Packed:
     """The parts of one received buffer, without copies where the framework allows it.
 
     Raises PayloadError if the buffer is not a uint8 vector of exactly ``nbytes(layout)``.
     """
     if ops.dtype(blob) != "uint8" or tuple(blob.shape) != (nbytes(layout),):
         raise PayloadError(f"expected {nbytes(layout)} bytes, got {tuple(blob.shape)} of {ops.dtype(blob)}")
-    parts, start = {}, 0
-    for part in _wire_order(layout):
-        parts[part.name] = ops.bitcast(blob[start : start + part.nbytes], part.dtype)
-        start += part.nbytes
-    return parts
+    return Packed(ops, blob, layout)
 
 
 def check(ops: Ops, parts: Parts, layout: Layout) -> None:

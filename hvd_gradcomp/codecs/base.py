@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
+from hvd_gradcomp.codecs.matrix import Products
 from hvd_gradcomp.errors import SpecError
 from hvd_gradcomp.ops.base import Array, Ops
 from hvd_gradcomp.payload import Layout, Parts
@@ -45,6 +46,10 @@ class Ctx:
     bound: Array | None = None
     """float32 ``(1,)``: largest magnitude on any rank; there if the codec ``uses_bound``."""
     error_feedback: bool = True
+    products: Products | None = None
+    """Of what :meth:`Codec.rounds` is to reduce, where they can be had without loading it."""
+    buffers: dict[Any, Any] = field(default_factory=dict)
+    """Payloads that are written anew in each step, by whom they belong to: the tensor's own, if it has any."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +134,10 @@ class Codec(ABC):
 
     # -- rounds ---------------------------------------------------------------------------------
 
-    def rounds(self, x: Array, ctx: Ctx) -> Generator[Parts, Answer, Received]:
-        """Reduce ``x`` in any fixed number of rounds: each ``yield`` of parts, sized as in
+    def rounds(self, load: Callable[[], Array], ctx: Ctx) -> Generator[Parts, Answer, Received]:
+        """Reduce ``load()``, float32 ``[numel]``, in any fixed number of rounds: each ``yield`` of parts, sized as in
         :meth:`round_layouts`, is resumed with its :data:`Answer`. Here: one round of a summable payload."""
-        own, received = yield self.encode(x, ctx)
+        own, received = yield self.encode(load(), ctx)
         total = add(received)
         return Received(sent=lambda acc: self.decode(own, acc, ctx),
                         mean=lambda acc: ctx.ops.divide(self.decode(total, acc, ctx), ctx.ranks),
@@ -162,7 +167,7 @@ class Codec(ABC):
 
 def add(payloads: list[Parts]) -> Parts:
     """The sum of payloads, part by part, in the order given."""
-    total = dict(payloads[0])
+    total: dict[str, Array] = dict(payloads[0])
     for each in payloads[1:]:
         total = {name: total[name] + each[name] for name in total}
     return total

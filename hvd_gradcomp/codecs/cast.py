@@ -41,15 +41,20 @@ class Fp16(Codec):
         return (Part("values", spec.numel, "float16"),)
 
     def encode(self, x: Array, ctx: Ctx) -> Parts:
-        # With a bound only what would round up to 2**15 is cut: of the largest float32s that decodes to infinity.
-        limit = _FP16_MAX / ctx.ranks if ctx.bound is None else (2.0**15 - 16) / 2 ** _shift(ctx.ranks)
-        scaled = ctx.ops.minimum(ctx.ops.maximum(x * self._scale(ctx), -limit), limit)
+        limit = self.limit(ctx)
+        scaled = ctx.ops.minimum(ctx.ops.maximum(x * self.scale(ctx), -limit), limit)
         return {"values": ctx.ops.cast(scaled, "float16")}
 
     def decode(self, parts: Parts, acc: Array, ctx: Ctx) -> Array:
-        return ctx.ops.accumulate(acc, ctx.ops.cast(parts["values"], "float32") / self._scale(ctx))
+        return ctx.ops.accumulate(acc, ctx.ops.cast(parts["values"], "float32") / self.scale(ctx))
 
-    def _scale(self, ctx: Ctx) -> Array:
+    def limit(self, ctx: Ctx) -> float:
+        """Where scaled values are cut. With a bound only what would round up to 2**15: of the largest
+        float32s that decodes to infinity."""
+        return _FP16_MAX / ctx.ranks if ctx.bound is None else (2.0**15 - 16) / 2 ** _shift(ctx.ranks)
+
+    def scale(self, ctx: Ctx) -> Array:
+        """float32 ``(1,)``: what values are multiplied by."""
         shift = _shift(ctx.ranks)
         if ctx.bound is None:
             return ctx.ops.constant([2.0**-shift], "float32")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -51,7 +51,8 @@ class Chain(Codec):
         return any(codec.uses_step for codec in self.codecs)
 
     @property
-    def _first(self) -> Codec:
+    def first(self) -> Codec:
+        """The codec that the values of the tensor go to."""
         return self.codecs[0]
 
     @property
@@ -60,25 +61,25 @@ class Chain(Codec):
 
     @property
     def interactive(self) -> bool:  # type: ignore[override]
-        return self._first.interactive
+        return self.first.interactive
 
     @property
     def summable_rounds(self) -> bool:
-        return self._first.summable_rounds and self._rest.summable
+        return self.first.summable_rounds and self._rest.summable
 
     def _inner(self, name: str, length: int, spec: TensorSpec) -> TensorSpec:
         return TensorSpec(f"{spec.name}/{name}", (length,))
 
     def layout(self, spec: TensorSpec) -> Layout:
-        return self._coded_layout(self._first.layout(spec), spec)
+        return self._coded_layout(self.first.layout(spec), spec)
 
     def round_layouts(self, spec: TensorSpec) -> list[Layout]:
-        return [self._coded_layout(layout, spec) for layout in self._first.round_layouts(spec)]
+        return [self._coded_layout(layout, spec) for layout in self.first.round_layouts(spec)]
 
     def _coded_layout(self, layout: Layout, spec: TensorSpec) -> Layout:
         parts: list[Part] = []
         for part in layout:
-            if part.name in self._first.coded:
+            if part.name in self.first.coded:
                 inner = self._rest.layout(self._inner(part.name, part.length, spec))
                 parts += [replace(p, name=f"{part.name}/{p.name}") for p in inner]
             else:
@@ -86,50 +87,59 @@ class Chain(Codec):
         return tuple(parts)
 
     def encode(self, x: Array, ctx: Ctx) -> Parts:
-        return self._code(self._first.encode(x, ctx), ctx)
+        return self.code(self.first.encode(x, ctx), ctx)
 
     def decode(self, parts: Parts, acc: Array, ctx: Ctx) -> Array:
-        lengths = {part.name: part.length for part in self._first.layout(ctx.spec)}
-        return self._first.decode(self._uncode(parts, lengths, ctx), acc, ctx)
+        return self.first.decode(self.uncode(parts, ctx), acc, ctx)
 
-    def rounds(self, x: Array, ctx: Ctx) -> Generator[Parts, Answer, Received]:
+    def rounds(self, load: Callable[[], Array], ctx: Ctx) -> Generator[Parts, Answer, Received]:
         """Those of the first codec, each payload coded by the rest."""
-        rounds = self._first.rounds(x, ctx)
+        rounds = self.first.rounds(load, ctx)
         parts = next(rounds)
-        del x
         while True:
             lengths = {name: int(array.shape[0]) for name, array in parts.items()}
-            own, received = yield self._code(parts, ctx)
-            decoded = [self._uncode(each, lengths, replace(ctx, rank=rank) if len(received) > 1 else ctx)
+            own, received = yield self.code(parts, ctx)
+            decoded = [self.uncode(each, replace(ctx, rank=rank) if len(received) > 1 else ctx, lengths=lengths)
                        for rank, each in enumerate(received)]
             try:
-                parts = rounds.send((self._uncode(own, lengths, ctx), decoded))
+                parts = rounds.send((self.uncode(own, ctx, lengths=lengths), decoded))
             except StopIteration as end:
                 return end.value
 
     def state(self, spec: TensorSpec) -> dict[str, tuple[int, str]]:
-        return self._first.state(spec)
+        return self.first.state(spec)
 
-    def _code(self, parts: Parts, ctx: Ctx) -> Parts:
-        coded: Parts = {}
+    def code(self, parts: Parts, ctx: Ctx, encode: Callable[[Codec, Array, Ctx], Parts] | None = None) -> Parts:
+        """The payload of the first codec, its values encoded by the rest (through ``encode`` if it is given)."""
+        coded: dict[str, Array] = {}
         for name, array in parts.items():
-            if name in self._first.coded:
-                inner = replace(ctx, spec=self._inner(name, int(array.shape[0]), ctx.spec))
-                coded |= {f"{name}/{part}": each for part, each in self._rest.encode(array, inner).items()}
+            if name in self.first.coded:
+                inner = self._inner_ctx(name, int(array.shape[0]), ctx)
+                codes = encode(self._rest, array, inner) if encode else self._rest.encode(array, inner)
+                coded |= {f"{name}/{part}": each for part, each in codes.items()}
             else:
                 coded[name] = array
         return coded
 
-    def _uncode(self, coded: Parts, lengths: Mapping[str, int], ctx: Ctx) -> Parts:
-        parts: Parts = {}
+    def uncode(self, coded: Parts, ctx: Ctx, decode: Callable[[Codec, Parts, Array, Ctx], Array] | None = None,
+               lengths: Mapping[str, int] | None = None) -> Parts:
+        """The way back from :meth:`code`. ``lengths`` are those of the first codec's parts in a round of several."""
+        if lengths is None:
+            lengths = {part.name: part.length for part in self.first.layout(ctx.spec)}
+        parts: dict[str, Array] = {}
         for name, length in lengths.items():
-            if name in self._first.coded:
-                inner = replace(ctx, spec=self._inner(name, length, ctx.spec))
+            if name in self.first.coded:
+                inner = self._inner_ctx(name, length, ctx)
                 codes = {part.name: coded[f"{name}/{part.name}"] for part in self._rest.layout(inner.spec)}
-                parts[name] = self._rest.decode(codes, ctx.ops.zeros((length,)), inner)
+                zeros = ctx.ops.zeros((length,))
+                parts[name] = (decode(self._rest, codes, zeros, inner) if decode
+                               else self._rest.decode(codes, zeros, inner))
             else:
                 parts[name] = coded[name]
         return parts
+
+    def _inner_ctx(self, name: str, length: int, ctx: Ctx) -> Ctx:
+        return replace(ctx, spec=self._inner(name, length, ctx.spec), buffers=ctx.buffers.setdefault(name, {}))
 
     def config(self) -> dict[str, Any]:
         return {"codec": self.name, "codecs": [codec.config() for codec in self.codecs]}

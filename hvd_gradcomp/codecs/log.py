@@ -62,29 +62,33 @@ class Log(Codec):
         rows = blocks.rows(ops, ops.abs(x), self.block, edge=False)
         scale = blocks.scale(ops, ops.max_rows(rows))
         u = blocks.flat(ops, rows / blocks.spread(ops, blocks.divisor(ops, scale), n, self.block), n)
-        levels = _levels(self.bits, self.delta)
-        middles = [(low + high) / 2 for low, high in pairwise(levels)]
+        middles = [(low + high) / 2 for low, high in pairwise(levels(self.bits, self.delta))]
         level = ops.count_at_most(u, ops.constant(middles, "float32"))
         codes = ops.bit_or(level, ops.shift_left(blocks.signs(ops, x), self.bits - 1))
         return {"scale": scale, "codes": packing.pack(ops, codes, self.bits)}
 
     def decode(self, parts: Parts, acc: Array, ctx: Ctx) -> Array:
         ops, n = ctx.ops, ctx.spec.numel
-        levels = _levels(self.bits, self.delta)
-        table = ops.constant([*levels, *(-level for level in levels)], "float32")
+        table = ops.constant(decoded(self.bits, self.delta), "float32")
         values = ops.take(table, packing.unpack(ops, parts["codes"], n, self.bits))
         scale = blocks.spread(ops, parts["scale"], n, self.block)
         return ops.accumulate(acc, blocks.flat(ops, blocks.rows(ops, values, self.block, edge=False) * scale, n))
 
 
 @lru_cache(maxsize=16)
-def _levels(bits: int, delta: float) -> tuple[float, ...]:
+def levels(bits: int, delta: float) -> tuple[float, ...]:
     """``v_0 .. v_L``. In decimal arithmetic, whose digits are the same on every machine."""
     top = 2 ** (bits - 1) - 1
     with localcontext(prec=40):
         ratio = (1 + 1 / Decimal(delta)) ** (1 / Decimal(top))
-        power, levels = Decimal(1), []
+        power, found = Decimal(1), []
         for _ in range(top):
-            levels.append(float(Decimal(delta) * (power - 1)))
+            found.append(float(Decimal(delta) * (power - 1)))
             power *= ratio
-    return (*levels, 1.0)
+    return (*found, 1.0)
+
+
+def decoded(bits: int, delta: float) -> list[float]:
+    """What every code stands for, relative to the scale: the levels, then their negatives."""
+    positive = levels(bits, delta)
+    return [*positive, *(-level for level in positive)]

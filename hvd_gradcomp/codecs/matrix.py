@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Protocol
 
 from hvd_gradcomp.ops import rng
 from hvd_gradcomp.ops.base import Array, Ops
@@ -28,6 +30,41 @@ def view(shape: tuple[int, ...]) -> tuple[int, int]:
 def load(ops: Ops, x: Array, shape: tuple[int, int]) -> Array:
     """The vector ``x`` as a matrix of :func:`view`; without a copy where nothing is padded."""
     return ops.reshape(ops.pad(x, shape[0] * shape[1]), shape)
+
+
+class Products(Protocol):
+    """What is to be compressed, a matrix ``M [m, n]``, as far as power iteration looks at it."""
+
+    def left(self, q: Array) -> Array:
+        """``(M q^T)^T``, ``[r, m]``, for ``q`` ``[r, n]``."""
+
+    def right(self, p: Array) -> Array:
+        """``p M``, ``[r, n]``, for ``p`` ``[r, m]``."""
+
+
+class DenseProducts:
+    """Those of a vector seen as a matrix."""
+
+    def __init__(self, ops: Ops, x: Array, shape: tuple[int, int]) -> None:
+        self.ops, self.matrix = ops, load(ops, x, shape)
+
+    def left(self, q: Array) -> Array:
+        return self.ops.permute(self.ops.matmul(self.matrix, self.ops.permute(q, (1, 0))), (1, 0))
+
+    def right(self, p: Array) -> Array:
+        return self.ops.matmul(p, self.matrix)
+
+
+@dataclass(frozen=True)
+class Product:
+    """The elements of ``left right``, ``[m, r]`` times ``[r, n]``: called with a vector it adds them."""
+
+    ops: Ops
+    left: Array
+    right: Array
+
+    def __call__(self, acc: Array) -> Array:
+        return add_product(self.ops, acc, self.left, self.right)
 
 
 def add_product(ops: Ops, acc: Array, left: Array, right: Array) -> Array:

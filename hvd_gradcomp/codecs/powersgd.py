@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -110,8 +110,8 @@ class PowerSGD(Codec):
         if self._dense(ctx.spec):
             return {"values": x}
         if self._halves == 1:
-            return self._new_factor(x, self._warm(ctx), ctx)
-        power = self._power(x, ctx)
+            return self._new_factor(self._products(x, ctx), self._warm(ctx), ctx)
+        power = self._power(self._products(x, ctx), ctx)
         own = next(power)
         while True:
             try:
@@ -124,22 +124,23 @@ class PowerSGD(Codec):
         if self._dense(ctx.spec):
             return ctx.ops.accumulate(acc, parts["values"])
         if self._halves == 1:
-            return self._add_alternating(acc, parts, self._warm(ctx), ctx)
-        return self._add_plain(acc, parts, self._rows(parts["p"], ctx), ctx)
+            return self._alternating(parts, self._warm(ctx), ctx)(acc)
+        return self._plain(parts, self._rows(parts["p"], ctx), ctx)(acc)
 
-    def rounds(self, x: Array, ctx: Ctx) -> Generator[Parts, Answer, Received]:
+    def rounds(self, load: Callable[[], Array], ctx: Ctx) -> Generator[Parts, Answer, Received]:
         if self._dense(ctx.spec):
-            return (yield from super().rounds(x, ctx))
+            return (yield from super().rounds(load, ctx))
+        of_x = ctx.products or self._products(load(), ctx)
         if self._halves == 1:
             warm = self._warm(ctx)
-            own, received = yield self._new_factor(x, warm, ctx)
-            decode = partial(self._add_alternating, warm=warm, ctx=ctx)
+            own, received = yield self._new_factor(of_x, warm, ctx)
+            product = partial(self._alternating, warm=warm, ctx=ctx)
         else:
-            p, own, received = yield from self._power(x, ctx)
-            decode = partial(self._add_plain, p=p, ctx=ctx)
+            p, own, received = yield from self._power(of_x, ctx)
+            product = partial(self._plain, p=p, ctx=ctx)
         total = add(received)
-        return Received(sent=lambda acc: decode(acc, own), state=lambda: self.advance(total, ctx),
-                        mean=lambda acc: ctx.ops.divide(decode(acc, total), ctx.ranks))
+        return Received(sent=product(own), state=lambda: self.advance(total, ctx),
+                        mean=lambda acc: ctx.ops.divide(product(total)(acc), ctx.ranks))
 
     # -- one factor a step: in rows of max(m, n), so that either factor fits ---------------------
 
@@ -153,23 +154,22 @@ class PowerSGD(Codec):
             rows, spare = rows * within, spare * within
         return matrix.orthonormal(ops, rows, spare)
 
-    def _new_factor(self, x: Array, warm: Array, ctx: Ctx) -> Parts:
+    def _new_factor(self, of_x: matrix.Products, warm: Array, ctx: Ctx) -> Parts:
         ops, (m, n) = ctx.ops, matrix.view(ctx.spec.shape)
-        of_x = matrix.load(ops, x, (m, n))
 
         def p() -> Array:
-            return ops.append_columns(self._left(of_x, warm[:, :n], ctx), max(m, n) - m)
+            return ops.append_columns(self._limit(of_x.left(warm[:, :n]), ctx), max(m, n) - m)
 
         def q() -> Array:
-            return ops.append_columns(self._right(of_x, warm[:, :m], ctx), max(m, n) - n)
+            return ops.append_columns(self._limit(of_x.right(warm[:, :m]), ctx), max(m, n) - n)
 
         return {"factor": ops.reshape(ops.cond(self._even(ctx), p, q), (-1,))}
 
-    def _add_alternating(self, acc: Array, parts: Parts, warm: Array, ctx: Ctx) -> Array:
+    def _alternating(self, parts: Parts, warm: Array, ctx: Ctx) -> matrix.Product:
         ops, (m, n) = ctx.ops, matrix.view(ctx.spec.shape)
         new, even = self._rows(parts["factor"], ctx), self._even(ctx)
         p, q = ops.where(even, new, warm)[:, :m], ops.where(even, warm, new)[:, :n]
-        return matrix.add_product(ops, acc, ops.permute(p, (1, 0)), q)
+        return matrix.Product(ops, ops.permute(p, (1, 0)), q)
 
     @staticmethod
     def _even(ctx: Ctx) -> Array:
@@ -177,36 +177,30 @@ class PowerSGD(Codec):
 
     # -- both factors in each step --------------------------------------------------------------
 
-    def _power(self, x: Array, ctx: Ctx) -> Generator[Parts, Answer, tuple[Array, Parts, list[Parts]]]:
+    def _power(self, of_x: matrix.Products, ctx: Ctx) -> Generator[Parts, Answer, tuple[Array, Parts, list[Parts]]]:
         """Returns P, orthonormal and common to all ranks, and what came of the last round, Q."""
         ops, (m, n) = ctx.ops, matrix.view(ctx.spec.shape)
-        of_x = matrix.load(ops, x, (m, n))
         rows = self._rows(ctx.state["factor"], ctx)
         for half in range(0, self._halves, 2):
             q = matrix.orthonormal(ops, rows, self._spare(n, ctx, half))
-            _, received = yield {"p": ops.reshape(self._left(of_x, q, ctx), (-1,))}
+            _, received = yield {"p": ops.reshape(self._limit(of_x.left(q), ctx), (-1,))}
             rows = self._rows(add(received)["p"], ctx)
             p = matrix.orthonormal(ops, rows, self._spare(m, ctx, half + 1))
-            own, received = yield {"q": ops.reshape(self._right(of_x, p, ctx), (-1,))}
+            own, received = yield {"q": ops.reshape(self._limit(of_x.right(p), ctx), (-1,))}
             rows = self._rows(add(received)["q"], ctx)
         return p, own, received
 
-    def _add_plain(self, acc: Array, parts: Parts, p: Array, ctx: Ctx) -> Array:
-        return matrix.add_product(ctx.ops, acc, ctx.ops.permute(p, (1, 0)), self._rows(parts["q"], ctx))
+    def _plain(self, parts: Parts, p: Array, ctx: Ctx) -> matrix.Product:
+        return matrix.Product(ctx.ops, ctx.ops.permute(p, (1, 0)), self._rows(parts["q"], ctx))
 
     # -- factors are kept transposed: rank rows, each of them one direction ----------------------
 
     def _rows(self, factor: Array, ctx: Ctx) -> Array:
         return ctx.ops.reshape(factor, (self.rank, -1))
 
-    def _left(self, of_x: Array, q: Array, ctx: Ctx) -> Array:
-        """``(M Q)^T``."""
-        ops = ctx.ops
-        return self._limit(ops.permute(ops.matmul(of_x, ops.permute(q, (1, 0))), (1, 0)), ctx)
-
-    def _right(self, of_x: Array, p: Array, ctx: Ctx) -> Array:
-        """``(M^T P)^T``."""
-        return self._limit(ctx.ops.matmul(p, of_x), ctx)
+    @staticmethod
+    def _products(x: Array, ctx: Ctx) -> matrix.Products:
+        return matrix.DenseProducts(ctx.ops, x, matrix.view(ctx.spec.shape))
 
     def _limit(self, factor: Array, ctx: Ctx) -> Array:
         # Of the sum over ranks, too. What is cut stays in the residual.

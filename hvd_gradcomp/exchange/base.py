@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hvd_gradcomp import coding
 from hvd_gradcomp.codecs.base import Codec, Ctx, Received
 from hvd_gradcomp.memory.base import Memory
 from hvd_gradcomp.ops.base import Array
@@ -60,7 +61,7 @@ def converse(codec: Codec, memory: Memory, ctx: Ctx,
              send: Callable[[Parts], Generator[Send, Parts, list[Parts]]]) -> Rounds:
     """Drive the rounds of an interactive codec. ``send`` carries one round's payload and gives the
     payloads that came back, whose sum is the sum over ranks."""
-    rounds = codec.rounds(memory.load(), ctx)
+    rounds = codec.rounds(memory.load, replace(ctx, products=coding.products(memory, ctx)))
     own = next(rounds)
     while True:
         received = yield from send(own)

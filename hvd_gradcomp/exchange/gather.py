@@ -37,13 +37,9 @@ class Gather(Exchange):
         own = payload.pack(ops, coding.encode(codec, memory, ctx), layout)
         everyone = (yield Send({_PART: own}, "gather"))[_PART]
 
-        def decode(blob: Array, acc: Array, rank: int) -> Array:
-            return coding.decode(codec, payload.unpack(ops, blob, layout), acc, replace(ctx, rank=rank))
-
         def mean(acc: Array) -> Array:
-            for rank in range(ctx.ranks):
-                acc = decode(everyone[rank], acc, rank)
-            return ops.divide(acc, ctx.ranks)
+            return coding.mean(codec, [(payload.unpack(ops, everyone[rank], layout), replace(ctx, rank=rank))
+                                       for rank in range(ctx.ranks)], acc)
 
         def state() -> dict[str, Array]:
             if not codec.state(ctx.spec):
@@ -53,7 +49,7 @@ class Gather(Exchange):
                      for part in layout}
             return codec.advance(parts, ctx)
 
-        return Received(sent=lambda acc: decode(own, acc, ctx.rank), mean=mean, state=state)
+        return Received(sent=coding.Sent(codec, payload.unpack(ops, own, layout), ctx), mean=mean, state=state)
 
     def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:
         return [("gather", payload.nbytes(layout)) for layout in codec.round_layouts(spec)]

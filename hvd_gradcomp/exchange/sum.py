@@ -23,17 +23,15 @@ class Sum(Exchange):
         return None if codec.summable_rounds else f"payloads of {codec} cannot be added in flight"
 
     def rounds(self, codec: Codec, memory: Memory, ctx: Ctx) -> Rounds:
-        ops = ctx.ops
         if codec.interactive:
             return (yield from converse(codec, memory, ctx, self._send))
         if codec.uses_bound:
-            local = ops.max_rows(ops.reshape(ops.abs(memory.load()), (1, ctx.spec.numel)))
-            shared = yield Send({"bound": local}, "max")
+            shared = yield Send({"bound": coding.largest(memory, ctx)}, "max")
             ctx = replace(ctx, bound=shared["bound"])
         own = coding.encode(codec, memory, ctx)
         total = yield Send(own, "sum")
-        return Received(sent=lambda acc: coding.decode(codec, own, acc, ctx),
-                        mean=lambda acc: ops.divide(coding.decode(codec, total, acc, ctx), ctx.ranks),
+        return Received(sent=coding.Sent(codec, own, ctx),
+                        mean=lambda acc: coding.mean(codec, [(total, ctx)], acc),
                         state=lambda: codec.advance(total, ctx))
 
     def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:

@@ -20,7 +20,7 @@ here holds in every framework, bit for bit:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 # A numpy array, torch tensor or TensorFlow tensor; the operations are typed by their docstrings.
@@ -36,6 +36,27 @@ class Ops(ABC):
     """Array operations of one framework. ``dtype`` arguments are the names in :data:`ITEMSIZE`."""
 
     name: str
+    in_place: bool
+    """Whether state arrays and accumulators are written where they are (TensorFlow's tensors never change)."""
+
+    # -- the host -------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def on_host(self) -> bool:
+        """Whether arrays are in the host's memory, where kernels can work on them without a copy."""
+
+    @abstractmethod
+    def host(self, function: Callable[[dict[str, Any]], list[Any]], arrays: Mapping[str, Array],
+             returns: Sequence[tuple[int, str]]) -> list[Array]:
+        """Run ``function`` on named numpy arrays; it returns vectors of the lengths and dtypes ``returns``. It may
+        write to what it was given only if ``in_place``."""
+
+    @abstractmethod
+    def host_update(self, function: Callable[[dict[str, Any]], None], target: Array, arrays: Mapping[str, Array],
+                    ok: Array) -> None:
+        """Let ``function`` change the state array ``target`` if ``ok`` (``(1,)``, 0 or 1); it is given a numpy array
+        to write to, named ``target``, beside ``arrays``."""
 
     # -- making arrays --------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,17 @@ _CHUNK = 1 << 16  # elements of a product that stay in the cache
 
 class NumpyOps(Ops):
     name = "numpy"
+    in_place = True
+    on_host = True
+
+    def host(self, function: Callable[[dict[str, Any]], list[Any]], arrays: Mapping[str, Array],
+             returns: Sequence[tuple[int, str]]) -> list[Array]:
+        return function(dict(arrays))
+
+    def host_update(self, function: Callable[[dict[str, Any]], None], target: Array, arrays: Mapping[str, Array],
+                    ok: Array) -> None:
+        if ok[0]:
+            function({**arrays, "target": target})
 
     def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Array:
         return np.zeros(shape, dtype)

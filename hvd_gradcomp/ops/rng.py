@@ -33,13 +33,23 @@ def _mix_int(x: int) -> int:
     return x ^ (x >> 16)
 
 
-def random_bits(ops: Ops, n: int, *, seed: int, spec: TensorSpec, step: Array, rank: int, stream: int = 0) -> Array:
-    """``n`` int32 of 32 random bits each. ``step`` is an int32 ``(1,)`` array (it may be traced)."""
+def keys(*, seed: int, spec: TensorSpec, step: int, rank: int, stream: int = 0) -> tuple[int, int]:
+    """The two words that :func:`random_bits` mixes every position with, for kernels; each from 0 to 2**32 - 1."""
+    first = _mix_int(step + _key(seed, spec, rank, stream))
+    return first, _mix_int(first + 0x9E3779B9)
+
+
+def _key(seed: int, spec: TensorSpec, rank: int, stream: int) -> int:
     key = 0
     for word in (seed, seed >> 32, spec.crc, rank, stream):
         key = _mix_int(key ^ word) + 0x9E3779B9
+    return key
+
+
+def random_bits(ops: Ops, n: int, *, seed: int, spec: TensorSpec, step: Array, rank: int, stream: int = 0) -> Array:
+    """``n`` int32 of 32 random bits each. ``step`` is an int32 ``(1,)`` array (it may be traced)."""
     # The step enters twice, differently mixed, so that no two steps share a shifted sequence.
-    first = _mix(ops, step + _int32(key))
+    first = _mix(ops, step + _int32(_key(seed, spec, rank, stream)))
     second = _mix(ops, first + _int32(0x9E3779B9))
     return _mix(ops, ops.bit_xor(_mix(ops, ops.bit_xor(ops.arange(n), first)) + second, first))
 

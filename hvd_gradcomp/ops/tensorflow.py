@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +12,32 @@ from hvd_gradcomp.ops.base import ROWS, Array, Ops
 
 class TensorflowOps(Ops):
     name = "tensorflow"
+    in_place = False
+
+    @property
+    def on_host(self) -> bool:
+        return not tf.config.get_visible_devices("GPU")
+
+    def host(self, function: Callable[[dict[str, Any]], list[Any]], arrays: Mapping[str, Array],
+             returns: Sequence[tuple[int, str]]) -> list[Array]:
+        names = list(arrays)
+        results = tf.numpy_function(lambda *values: function(dict(zip(names, values, strict=True))),
+                                    [tf.convert_to_tensor(x) for x in arrays.values()],
+                                    [tf.as_dtype(dtype) for _, dtype in returns])
+        # eagerly a list of one comes back as its element
+        return [tf.ensure_shape(x, (length,)) for x, (length, _) in zip(tf.nest.flatten(results), returns, strict=True)]
+
+    def host_update(self, function: Callable[[dict[str, Any]], None], target: Array, arrays: Mapping[str, Array],
+                    ok: Array) -> None:
+        def changed(given: dict[str, Any]) -> list[Any]:
+            if not given.pop("ok")[0]:
+                return [given["target"]]
+            given["target"] = given["target"].copy()
+            function(given)
+            return [given["target"]]
+
+        target.assign(self.host(changed, {**arrays, "target": target, "ok": ok},
+                                [(int(target.shape[0]), target.dtype.name)])[0])
 
     def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Array:
         return tf.zeros(shape, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,9 +20,23 @@ _numpy = NumpyOps()
 
 class TorchOps(Ops):
     name = "torch"
+    in_place = True
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
+
+    @property
+    def on_host(self) -> bool:
+        return self.device.type == "cpu"
+
+    def host(self, function: Callable[[dict[str, Any]], list[Any]], arrays: Mapping[str, Array],
+             returns: Sequence[tuple[int, str]]) -> list[Array]:
+        return [torch.from_numpy(array) for array in function({name: x.numpy() for name, x in arrays.items()})]
+
+    def host_update(self, function: Callable[[dict[str, Any]], None], target: Array, arrays: Mapping[str, Array],
+                    ok: Array) -> None:
+        if ok[0]:
+            function({name: x.numpy() for name, x in arrays.items()} | {"target": target.numpy()})
 
     def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Array:
         return torch.zeros(tuple(shape), dtype=DTYPES[dtype], device=self.device)

@@ -18,7 +18,7 @@ from hvd_gradcomp.exchange.gather import Gather
 from hvd_gradcomp.memory.base import Memory
 from hvd_gradcomp.memory.error_feedback import ErrorFeedback
 from hvd_gradcomp.ops import rng
-from hvd_gradcomp.ops.base import Array, Ops
+from hvd_gradcomp.ops.base import Array
 from hvd_gradcomp.ops.numpy import NumpyOps
 from hvd_gradcomp.payload import Layout, Part, Parts
 from hvd_gradcomp.spec import TensorSpec
@@ -270,6 +270,9 @@ class CommitsVoidSteps(NumpyOps):
 
     def assign(self, target: Array, new: Array, ok: Array) -> None:
         target[...] = new
+
+    def host_update(self, function: Any, target: Array, arrays: Any, ok: Array) -> None:
+        function({**arrays, "target": target})
 
 
 def load_unscaled(memory: ErrorFeedback) -> Array:

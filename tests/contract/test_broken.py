@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_gradcomp import native
 from hvd_gradcomp.codecs.base import Codec
 from hvd_gradcomp.codecs.cast import Bf16
 from hvd_gradcomp.codecs.registry import CODECS
@@ -35,12 +36,20 @@ def test_conserves(codec: Codec, exchange: str) -> None:
         laws.conserves(codec, 2, exchange)
 
 
+@pytest.fixture
+def pure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernels, which would do the memory's work in its place."""
+    monkeypatch.setattr(native, "find", lambda codec, spec: None)
+
+
+@pytest.mark.usefixtures("pure")
 def test_conserves_rejects_the_wrong_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ErrorFeedback, "settle", broken.settle_against_gradient)
     with pytest.raises(AssertionError, match="step 1"):
         laws.conserves(TopK(ratio=0.1), 2)
 
 
+@pytest.mark.usefixtures("pure")
 def test_loss_scale_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ErrorFeedback, "load", broken.load_unscaled)
     laws.conserves(TopK(ratio=0.1), 2)
