@@ -5,7 +5,7 @@
 
 namespace kernels {
 
-constexpr size_t PIECE = 512;  // so short that loads and comparisons overlap
+constexpr size_t PIECE = 4096;  // elements between two looks at the room that is left
 
 struct Entry {
     int32_t key;    // bits of the magnitude: in the order of magnitudes
@@ -47,29 +47,43 @@ inline void keep_largest(std::vector<Entry>& entries, size_t k) {
     entries.resize(k);
 }
 
+// Bit i is set where lane i of a comparison's result is.
+inline uint32_t bits_of(Ints passed) {
+    constexpr Ints BIT = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    passed &= BIT;
+    uint64_t pairs[LANES / 2], any = 0;
+    std::memcpy(pairs, &passed, sizeof(passed));
+    for (size_t j = 0; j < LANES / 2; ++j) any |= pairs[j];
+    return static_cast<uint32_t>(any | any >> 32);
+}
+
 // The k largest of first .. last that reach `least`. When more come than `room`, they are thinned out to
 // k, and what follows must be larger than the smallest of these: memory stays at `room` whatever the values.
 inline std::vector<Entry> candidates(const Source& source, size_t first, size_t last, size_t k, int32_t least,
                                      size_t room) {
-    constexpr Ints BIT = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-    alignas(64) float x[PIECE + LANES];
     std::vector<Entry> found;
     found.reserve(room + PIECE);
+    const auto add = [&](size_t i) {
+        const int32_t key = as<int32_t>(magnitude(source.at(i)));
+        if (key >= least) found.push_back({key, static_cast<int32_t>(i)});
+    };
     for (size_t start = first; start < last; start += PIECE) {
-        const size_t n = std::min(PIECE, last - start);
-        source.load(start, n, x);
-        std::fill(x + n, x + whole_vectors(n), 0.0f);
-        for (size_t i = 0; i < n; i += LANES) {
-            const Ints keys = as<Ints>(vector(x + i)) & 0x7FFFFFFF;
-            const Ints passed = (keys >= least) & BIT;
-            uint64_t pairs[LANES / 2], any = 0;
-            std::memcpy(pairs, &passed, sizeof(passed));
-            for (size_t j = 0; j < LANES / 2; ++j) any |= pairs[j];
-            for (uint32_t lanes = static_cast<uint32_t>(any | any >> 32); lanes; lanes &= lanes - 1) {
-                const size_t at = i + static_cast<size_t>(__builtin_ctz(lanes));
-                if (at < n) found.push_back({as<int32_t>(magnitude(x[at])), static_cast<int32_t>(start + at)});
+        constexpr size_t STRIDE = 4 * LANES;  // most strides hold nothing: one look at all of it
+        const size_t end = std::min(last, start + PIECE), whole = start + (end - start) / STRIDE * STRIDE;
+        source.each([&](auto values) {
+            for (size_t i = start; i < whole; i += STRIDE) {
+                Ints passed[4], either = {};
+                for (size_t v = 0; v < 4; ++v) {
+                    passed[v] = (as<Ints>(values(i + v * LANES)) & 0x7FFFFFFF) >= least;
+                    either |= passed[v];
+                }
+                if (!bits_of(either)) continue;
+                for (size_t v = 0; v < 4; ++v)
+                    for (uint32_t lanes = bits_of(passed[v]); lanes; lanes &= lanes - 1)
+                        add(i + v * LANES + static_cast<size_t>(__builtin_ctz(lanes)));
             }
-        }
+        });
+        for (size_t i = whole; i < end; ++i) add(i);
         if (found.size() > room) {
             keep_largest(found, k);
             least = INT32_MAX;

@@ -56,6 +56,16 @@ struct Source {
         return scale == 1.0f ? grad[i] + residual[i] : grad[i] + residual[i] * scale;
     }
 
+    // Runs body with a function that gives LANES values from an index on: what is looked at but once needs no tile.
+    template <class Body>
+    void each(const Body& body) const {
+        const float *g = grad, *e = residual;
+        const float s = scale;
+        if (!e) body([g](size_t i) { return vector(g + i); });
+        else if (s == 1.0f) body([g, e](size_t i) { return vector(g + i) + vector(e + i); });
+        else body([g, e, s](size_t i) { return vector(g + i) + vector(e + i) * s; });
+    }
+
     void ask(size_t start, size_t n) const {
         prefetch(grad + start, n);
         if (residual) prefetch(residual + start, n);
@@ -217,14 +227,20 @@ inline float largest_magnitude(float* x, size_t n) {
 }
 
 inline float largest(const Source& source, size_t n) {
-    alignas(64) float x[TILE + LANES];
-    int32_t most = 0;
-    for (size_t t = 0; t < n; t += TILE) {
-        const size_t m = std::min(TILE, n - t);
-        source.load(t, m, x);
-        most = std::max(most, as<int32_t>(largest_magnitude(x, m)));
-    }
-    return as<float>(most);
+    Ints most = {};
+    const size_t whole = n / LANES * LANES;
+    source.each([&](auto values) {
+        Ints m = {};
+        for (size_t i = 0; i < whole; i += LANES) {
+            const Ints bits = as<Ints>(values(i)) & 0x7FFFFFFF;
+            m = bits > m ? bits : m;
+        }
+        most = m;
+    });
+    int32_t result = 0;
+    for (size_t i = 0; i < LANES; ++i) result = std::max(result, most[i]);
+    for (size_t i = whole; i < n; ++i) result = std::max(result, as<int32_t>(magnitude(source.at(i))));
+    return as<float>(result);
 }
 
 }  // namespace kernels
