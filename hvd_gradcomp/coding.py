@@ -245,6 +245,6 @@ def _named(name: str, parts: Parts) -> dict[str, Array]:
 
 
 def _host_parts(given: Mapping[str, Host], name: str, layout: Layout) -> HostParts:
-    if name in given:
-        return dict(payload.unpack(_numpy, given[name], layout))
+    if name in given:  # kernels want their arrays aligned, which a buffer in the middle of another may not be
+        return {part: np.require(x, requirements="A") for part, x in payload.unpack(_numpy, given[name], layout).items()}
     return {part.name: given[f"{name}/{part.name}"] for part in layout}

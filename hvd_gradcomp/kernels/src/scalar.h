@@ -81,7 +81,7 @@ struct Uniform {
         lowest = s.void_block ? __builtin_nanf("") : cut(lowest);
         highest = s.void_block ? lowest : cut(highest);
         const float half = top() / 2;
-        if (symmetric) highest = highest > -lowest ? highest : -lowest;
+        if (symmetric) highest = -lowest > highest ? -lowest : highest;
         s.step = symmetric ? highest / half : (highest - lowest) / top();
         if (magnitude(s.step) < 0x1p-100f) s.step = 0.0f;
         s.base = symmetric ? -(s.step * half) : magnitude(lowest) < 0x1p-100f ? 0.0f : lowest;
