@@ -24,8 +24,8 @@ TF_KERAS := tf_keras==$(basename $(TENSORFLOW_VERSION)).*
 # All folders with tests; those that start ranks last. tests/ranks runs inside the ranks.
 TESTS := $(filter-out tests/ranks/ tests/parallel/ tests/__pycache__/,$(sort $(wildcard tests/*/))) tests/parallel/
 
-# What `make bench` measures.
-BENCH := fp16 uniform(bits=8) uniform(bits=4) sign topk(ratio=0.01) powersgd(rank=4)
+# Payloads per codec and length in `make test-asan`.
+FUZZ ?= 300
 
 # One thread per rank, a quiet TensorFlow, and OpenMPI as root (containers).
 export OMP_NUM_THREADS ?= 1
@@ -33,7 +33,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 
-.PHONY: help install demo test bench docs-codecs convergence lint golden clean distclean
+.PHONY: help install demo test test-asan bench docs-codecs convergence lint golden clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -58,9 +58,18 @@ test-np%: $(STAMPS)/package  ## the parallel tests of one world size: test-np2, 
 	@echo "test-np$*: the parallel tests on $* ranks, usually 10 to 15 minutes"
 	@$(BIN)/python -m pytest tests/parallel -m np$*
 
-bench: $(STAMPS)/package  ## speed, size and error of some codecs on this machine (1 minute)
-	@echo "bench: one process, no network, usually 1 minute; 'python -m hvd_gradcomp bench --help' has more"
-	@$(BIN)/python -m hvd_gradcomp bench $(foreach codec,$(BENCH),--codec '$(codec)')
+test-asan: $(STAMPS)/package  ## the kernels under the address and undefined-behaviour sanitizers (3 minutes)
+	@echo "test-asan: builds the kernels with sanitizers, then many random and mutated payloads, usually 3 minutes"
+	@rm -rf build/asan
+	@CFLAGS='-g -fsanitize=address,undefined -fno-sanitize-recover=undefined' HVD_GRADCOMP_BUILDS=portable \
+	  $(BIN)/python setup.py --quiet build --build-base build/asan --build-lib build/asan/lib
+	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 HVD_GRADCOMP_KERNELS=require HVD_GRADCOMP_FUZZ=$(FUZZ) \
+	  $(BIN)/python -m pytest -o pythonpath='build/asan/lib .' tests/kernels -p no:cacheprovider
+
+bench: $(STAMPS)/package  ## speed of all codecs with and without kernels: docs/performance.md (5 minutes)
+	@echo "bench: one process, no network, usually 5 minutes; 'python -m hvd_gradcomp bench --help' measures others"
+	@$(BIN)/python benchmarks/performance.py
 
 docs-codecs: $(STAMPS)/package  ## measure all codecs on real gradients again: docs/codecs.md (5 minutes)
 	@echo "docs-codecs: usually 5 minutes"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,29 +41,28 @@ def encode(codec: Codec, memory: Memory, ctx: Ctx) -> Parts:
     if isinstance(codec, Chain):
         return codec.code(encode(codec.first, memory, ctx), ctx,
                           lambda rest, values, inner: encode(rest, NoMemory(ctx.ops, values), inner))
-    kernel = _kernel(codec, ctx)
+    own = _tensor(codec, ctx)
+    kernel = own.kernel
     if kernel is None:
         return codec.encode(memory.load(), ctx)
-    layout = codec.layout(ctx.spec)
-    size = payload.nbytes(layout)
+    size = payload.nbytes(own.layout)
 
     def run(given: dict[str, Host]) -> list[Host]:
-        blob = ctx.buffers.get(codec)
-        if blob is None or not ctx.ops.in_place:
-            blob = np.zeros(size, np.uint8)
-            if ctx.ops.in_place:
-                ctx.buffers[codec] = blob
-        kernel.encode(_source(given), dict(payload.unpack(_numpy, blob, layout)), _host_ctx(ctx, given))
-        return [blob]
+        if own.blob is None or not ctx.ops.in_place:
+            own.blob = np.zeros(size, np.uint8)
+            own.parts = dict(payload.unpack(_numpy, own.blob, own.layout))
+        kernel.encode(_source(given), own.parts, _host_ctx(ctx, given))
+        return [own.blob]
 
-    return Packed(ctx.ops, ctx.ops.host(run, {**_loaded(memory), **_moment(codec, ctx)}, [(size, "uint8")])[0], layout)
+    blob = ctx.ops.host(run, {**_loaded(memory), **_moment(codec, ctx)}, [(size, "uint8")])[0]
+    return Packed(ctx.ops, blob, own.layout)
 
 
 def decode(codec: Codec, parts: Parts, acc: Array, ctx: Ctx) -> Array:
     """``acc + decoded values``; ``acc`` is used up. Raises PayloadError for parts that cannot be."""
     if isinstance(codec, Chain):
         return decode(codec.first, codec.uncode(parts, ctx, decode), acc, ctx)
-    kernel = _kernel(codec, ctx)
+    kernel = _tensor(codec, ctx).kernel
     if kernel is None:
         return codec.decode(parts, acc, ctx)
 
@@ -82,7 +81,7 @@ def mean(codec: Codec, payloads: Sequence[tuple[Parts, Ctx]], acc: Array) -> Arr
     ctx = payloads[0][1]
     if isinstance(codec, Chain):
         return mean(codec.first, [(codec.uncode(parts, each, decode), each) for parts, each in payloads], acc)
-    kernel = _kernel(codec, ctx)
+    kernel = _tensor(codec, ctx).kernel
     if kernel is None:
         for parts, each in payloads:
             acc = codec.decode(parts, acc, each)
@@ -119,8 +118,22 @@ def products(memory: Memory, ctx: Ctx) -> Products | None:
 # -- to the kernels and back ------------------------------------------------------------------------
 
 
-def _kernel(codec: Codec, ctx: Ctx) -> Kernel[Any] | None:
-    return native.find(codec, ctx.spec) if ctx.ops.on_host else None
+@dataclass
+class _Tensor:
+    """What stays the same from step to step for a codec on a tensor; its payload is written over in each."""
+
+    kernel: Kernel[Any] | None
+    layout: Layout
+    blob: Host | None = None
+    parts: HostParts = field(default_factory=dict)
+
+
+def _tensor(codec: Codec, ctx: Ctx) -> _Tensor:
+    known = ctx.buffers.get(codec)
+    if known is None:
+        kernel = native.find(codec, ctx.spec) if ctx.ops.on_host else None
+        known = ctx.buffers[codec] = _Tensor(kernel, codec.layout(ctx.spec))
+    return known
 
 
 def _settle(sent: Sent, memory: ErrorFeedback, ok: Array) -> bool:
@@ -128,14 +141,14 @@ def _settle(sent: Sent, memory: ErrorFeedback, ok: Array) -> bool:
     codec, parts, ctx = sent.codec, sent.parts, sent.ctx
     if isinstance(codec, Chain):
         return _settle(Sent(codec.first, codec.uncode(parts, ctx, decode), ctx), memory, ok)
-    kernel = _kernel(codec, ctx)
+    own = _tensor(codec, ctx)
+    kernel = own.kernel
     if kernel is None:
         return False
-    layout = codec.layout(ctx.spec)
 
     def run(given: dict[str, Host]) -> None:
         sink = Sink(given["target"], given["grad"], _scale(given))
-        kernel.decode(_host_parts(given, "own", layout), sink, _host_ctx(ctx, given))
+        kernel.decode(_host_parts(given, "own", own.layout), sink, _host_ctx(ctx, given))
 
     loaded = _loaded(memory)
     del loaded["residual"]  # which is the target
@@ -191,7 +204,7 @@ def _into(acc: Array, run: Callable[[Host, list[tuple[HostParts, Ctx]]], None], 
           payloads: Sequence[tuple[Parts, Ctx]]) -> Array:
     """Let ``run`` add payloads to ``acc``."""
     ctx = payloads[0][1]
-    layout = codec.layout(ctx.spec)
+    layout = _tensor(codec, ctx).layout
     arrays = {"acc": acc, **_moment(codec, ctx)}
     for i, (parts, _) in enumerate(payloads):
         arrays |= _named(str(i), parts)
@@ -236,6 +249,8 @@ def _moment(codec: Codec, ctx: Ctx) -> dict[str, Array]:
 
 
 def _host_ctx(ctx: Ctx, given: Mapping[str, Host]) -> Ctx:
+    if ctx.ops.in_place:  # its arrays can be looked at as they are
+        return ctx
     return replace(ctx, ops=_numpy, state={"step": given["step"]} if "step" in given else {},
                    bound=given.get("bound"))
 
@@ -246,5 +261,6 @@ def _named(name: str, parts: Parts) -> dict[str, Array]:
 
 def _host_parts(given: Mapping[str, Host], name: str, layout: Layout) -> HostParts:
     if name in given:  # kernels want their arrays aligned, which a buffer in the middle of another may not be
-        return {part: np.require(x, requirements="A") for part, x in payload.unpack(_numpy, given[name], layout).items()}
+        parts = payload.unpack(_numpy, given[name], layout)
+        return {part: x if x.flags.aligned else x.copy() for part, x in parts.items()}
     return {part.name: given[f"{name}/{part.name}"] for part in layout}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from hvd_gradcomp.errors import PayloadError
 from hvd_gradcomp.ops.base import ITEMSIZE, Array, Ops
@@ -22,8 +23,7 @@ Parts = Mapping[str, Array]
 _ALIGN = 4
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One named array of a payload: a vector of ``length`` items of ``dtype``."""
 
     name: str
@@ -38,6 +38,7 @@ class Part:
 Layout = tuple[Part, ...]
 
 
+@lru_cache(maxsize=4096)
 def nbytes(layout: Layout) -> int:
     """Bytes of the buffer that :func:`pack` makes."""
     return math.ceil(sum(part.nbytes for part in layout) / _ALIGN) * _ALIGN
@@ -52,10 +53,8 @@ class Packed(Mapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         if self._parts is None:
-            self._parts, start = {}, 0
-            for part in _wire_order(self.layout):
-                self._parts[part.name] = self.ops.bitcast(self.blob[start : start + part.nbytes], part.dtype)
-                start += part.nbytes
+            self._parts = {name: self.ops.bitcast(self.blob[start:end], dtype)
+                           for name, start, end, dtype in _places(self.layout)}
         return self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -96,6 +95,16 @@ def check(ops: Ops, parts: Parts, layout: Layout) -> None:
         if tuple(array.shape) != (part.length,) or ops.dtype(array) != part.dtype:
             raise PayloadError(f"part {part.name!r} is {ops.dtype(array)}{tuple(array.shape)}, "
                                f"the layout says {part.dtype}({part.length},)")
+
+
+@lru_cache(maxsize=4096)
+def _places(layout: Layout) -> list[tuple[str, int, int, str]]:
+    """``(name, first byte, end, dtype)`` of each part, in the order on the wire."""
+    places, start = [], 0
+    for part in _wire_order(layout):
+        places.append((part.name, start, start + part.nbytes, part.dtype))
+        start += part.nbytes
+    return places
 
 
 def _wire_order(layout: Layout) -> Sequence[Part]:

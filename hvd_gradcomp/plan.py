@@ -43,6 +43,8 @@ class Slot:
     reason: str = ""
     """Why it is not compressed, if it is not."""
     state: dict[str, Array] = field(default_factory=dict)
+    buffers: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Payloads that are written anew in each step (``Ctx.buffers``)."""
 
     @property
     def codec(self) -> Codec | None:

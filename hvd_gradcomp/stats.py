@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvd_gradcomp import payload
+from hvd_gradcomp import kernels, payload
 from hvd_gradcomp.exchange.base import wire_bytes
 from hvd_gradcomp.plan import Plan, Slot
 
@@ -53,4 +53,5 @@ def summary(plan: Plan, ranks: int, steps: Mapping[str, Sequence[int]], extra: M
     done = max((sum(counts) for counts in steps.values()), default=0)
     wire += done * overhead
     return {"steps": done, "wire_bytes_sent": round(wire), "wire_bytes_received": round(wire),
-            "dense_bytes": round(dense), "ratio": dense / wire if wire else 1.0, "ranks": ranks, "tensors": tensors}
+            "dense_bytes": round(dense), "ratio": dense / wire if wire else 1.0, "ranks": ranks,
+            "kernels": kernels.status(), "tensors": tensors}

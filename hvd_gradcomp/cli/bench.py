@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_gradcomp import coding, require
+from hvd_gradcomp import coding, kernels, require
 from hvd_gradcomp.codecs.base import Codec, Ctx
 from hvd_gradcomp.errors import SpecError
 from hvd_gradcomp.exchange import choose
@@ -43,7 +43,8 @@ def add_arguments(commands: Any) -> None:
     source.add_argument("--shape", type=_shape, metavar="ROWSxCOLS", help="its shape, such as 4096x6104")
     source.add_argument("--tensor", type=Path, metavar="FILE.npy", help="a gradient of your own")
     parser.add_argument("--backend", choices=("numpy", "torch", "tensorflow"), default="torch")
-    parser.add_argument("--threads", type=int, default=1, metavar="T", help="threads of the framework (default 1)")
+    parser.add_argument("--threads", type=int, default=1, metavar="T",
+                        help="threads of the framework and of the kernels (default 1)")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw speed and error over ratio")
     parser.set_defaults(run=run)
@@ -72,6 +73,7 @@ class Backend:
 
     def __init__(self, name: str, threads: int) -> None:
         self.name, self.threads = name, threads
+        kernels.set_threads(threads)
         self.ops: Ops
         self.array: Callable[[Any], Array] = lambda x: x
         self.state: Callable[[Array], Array] = lambda x: x
@@ -107,7 +109,7 @@ def measure(codec: Codec, gradient: np.ndarray[Any, Any], backend: Backend) -> d
     slot.state = {name: backend.state(ops.zeros((length,), dtype))
                   for name, (length, dtype) in slot.state_layout(memory=True).items()}
     exchange = choose(codec)
-    ctx = Ctx(ops, spec, ranks=1, rank=0, seed=0, state=slot.state)
+    ctx = Ctx(ops, spec, ranks=1, rank=0, seed=0, state=slot.state, buffers=slot.buffers)
     grad = backend.array(np.ascontiguousarray(gradient.reshape(-1)))
     ok = ops.constant([1.0], "float32")
     memory = remember(ops, grad, slot.state)
@@ -127,9 +129,10 @@ def measure(codec: Codec, gradient: np.ndarray[Any, Any], backend: Backend) -> d
     wire = sum(nbytes for _, nbytes in exchange.sends(codec, spec))
     return {
         "codec": str(codec), "backend": backend.name, "numel": spec.numel, "threads": backend.threads,
-        "encode_s": _median(backend.compiled(encode_and_settle)),
-        "decode_s": _median(backend.compiled(lambda: received.sent(accumulator))),
-        "memcpy_s": _median(lambda: np.copyto(target, source)),
+        "kernels": kernels.status(),
+        "encode_s": median(backend.compiled(encode_and_settle)),
+        "decode_s": median(backend.compiled(lambda: received.sent(accumulator))),
+        "memcpy_s": median(lambda: np.copyto(target, source)),
         "wire_bytes": wire, "ratio": 4 * spec.numel / wire,
         "rel_error": float(np.linalg.norm(flat - decoded) / np.linalg.norm(flat)),
     }
@@ -147,7 +150,8 @@ def _drive(rounds: Any, ops: Ops) -> Received:
                   for name, part in send.parts.items()}
 
 
-def _median(call: Callable[[], Any]) -> float:
+def median(call: Callable[[], Any]) -> float:
+    """Seconds that a call takes."""
     call()  # the first run allocates, and traces where there is something to trace
     times: list[float] = []
     while len(times) < REPEATS or sum(times) < SECONDS:
@@ -190,7 +194,8 @@ def _print(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     first = rows[0]
-    table = Table(title=f"{first['numel']:,} float32, {first['backend']}, {first['threads']} thread(s); a copy takes "
+    table = Table(title=f"{first['numel']:,} float32, {first['backend']}, {first['threads']} thread(s), "
+                        f"kernels: {first['kernels']}; a copy takes "
                         f"{1e3 * first['memcpy_s']:.2f} ms")
     for column in ("codec", "encode ms", "x copy", "decode ms", "x copy", "bytes", "ratio", "rel. error"):
         table.add_column(column, justify="left" if column == "codec" else "right", no_wrap=True)

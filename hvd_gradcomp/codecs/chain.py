@@ -81,7 +81,7 @@ class Chain(Codec):
         for part in layout:
             if part.name in self.first.coded:
                 inner = self._rest.layout(self._inner(part.name, part.length, spec))
-                parts += [replace(p, name=f"{part.name}/{p.name}") for p in inner]
+                parts += [p._replace(name=f"{part.name}/{p.name}") for p in inner]
             else:
                 parts.append(part)
         return tuple(parts)

@@ -81,7 +81,7 @@ class LocalWorld:
         """What encode and decode of this rank and tensor look at."""
         slot = self.plans[rank].slots[name]
         return Ctx(self.ops, slot.spec, self.ranks, rank, self.seed, state=slot.state,
-                   error_feedback=self.plans[rank].error_feedback)
+                   error_feedback=self.plans[rank].error_feedback, buffers=slot.buffers)
 
     @staticmethod
     def _stage(slot: Slot) -> int:

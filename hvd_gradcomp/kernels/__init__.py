@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from hvd_gradcomp.errors import KernelError, UsageError
 
 MODES = ("auto", "require", "off")
+BUILDS = ("avx512", "avx2", "portable")  # the fastest first
 
 
 @cache
@@ -31,8 +33,11 @@ def load() -> tuple[Any, str]:
         return None, "off (HVD_GRADCOMP_KERNELS=off)"
     try:
         portable = import_module(f"{__name__}.portable")
-        name = portable.supported()
-        return (portable if name == "portable" else import_module(f"{__name__}.{name}")), name
+        best = portable.supported()
+        for name in BUILDS[BUILDS.index(best):-1]:
+            if find_spec(f"{__name__}.{name}") is not None:
+                return import_module(f"{__name__}.{name}"), name
+        return portable, "portable"
     except ImportError as error:
         if mode == "require":
             raise KernelError(f"HVD_GRADCOMP_KERNELS=require, but the kernels cannot be loaded: {error}. Install a "

@@ -50,13 +50,13 @@ class NumpyOps(Ops):
             return x.astype(dtype)
 
     def bitcast(self, x: Array, dtype: str) -> Array:
-        return np.ascontiguousarray(x).view(dtype)
+        return x.view(dtype) if x.flags.c_contiguous else np.ascontiguousarray(x).view(dtype)
 
     def fill(self, x: Array, n: int) -> Array:
         return np.repeat(x, n)
 
     def dtype(self, x: Array) -> str:
-        return str(x.dtype)
+        return x.dtype.name
 
     def abs(self, x: Array) -> Array:
         return np.abs(x)

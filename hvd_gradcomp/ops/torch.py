@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hvd_gradcomp import kernels
 from hvd_gradcomp.errors import PayloadError
 from hvd_gradcomp.ops.base import ROWS, Array, Ops
 from hvd_gradcomp.ops.numpy import NumpyOps
@@ -117,6 +118,13 @@ class TorchOps(Ops):
 
     def append_columns(self, x: Array, n: int) -> Array:
         return torch.nn.functional.pad(x, (0, n))
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """``(1,)``: the largest magnitude of a tensor of any real dtype; NaN or infinite unless all are finite."""
+        kernel, _ = kernels.load()
+        if kernel is not None and self.on_host and x.dtype == torch.float32 and x.is_contiguous():
+            return torch.tensor([kernel.largest(x.numpy(), None, 1.0)])
+        return torch.linalg.vector_norm(x, float("inf")).reshape(1)
 
     def all_finite(self, x: Array) -> Array:
         return torch.isfinite(x).all().reshape(1).to(torch.float32)

@@ -175,7 +175,7 @@ class Compression:
 
     def _dense(self, b: _Bound, tensor: torch.Tensor) -> torch.Tensor:
         """Leave a gradient to Horovod, in a dtype that it can carry."""
-        self._watch(tensor)
+        self._watch(b, tensor)
         if tensor.is_complex():
             return torch.view_as_real(tensor).contiguous()
         return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
@@ -190,12 +190,12 @@ class Compression:
         # By logical index, so that ranks with different memory layouts mean the same elements; no
         # copy for a contiguous float32 gradient.
         x = tensor.detach().reshape(-1).contiguous().float()
-        self._watch(x)
+        self._watch(b, x)
         if b.stage + 1 < len(slot.stages):  # in the last stage nothing is looked up, so no device waits
             assert slot.schedule is not None
             b.stage = slot.schedule.stage(int(slot.state["step"][0]))
         ctx = Ctx(b.ops, slot.spec, len(self._ranks), self.process_set.rank(), self.plan.seed, state=slot.state,
-                  error_feedback=self.plan.error_feedback)
+                  error_feedback=self.plan.error_feedback, buffers=slot.buffers)
         flow = reduce_gradient(x, slot, ctx, stage=b.stage, loss_scale=self._scale(), output=lambda: self._output(b, x))
         b.exchange = OpenExchange(f"{self._name}.{slot.spec.name}.{b.stage}", flow, self.process_set)
         self._running.append(b.exchange)
@@ -203,16 +203,18 @@ class Compression:
         assert self._token is not None
         return self._token.to(tensor.device, copy=True)
 
-    def _watch(self, x: torch.Tensor) -> None:
+    def _watch(self, b: _Bound, x: torch.Tensor) -> None:
         """Note a gradient for the step flag: its largest magnitude is finite exactly if all of it is."""
         if self.plan.compresses and x.numel():
-            self._magnitudes.append(torch.linalg.vector_norm(x, float("inf")))
+            self._magnitudes.append(b.ops.largest(x.detach()))
 
     def _start_flag(self) -> None:
         """One verdict for the whole step: is everything finite on every rank?"""
         device = self._magnitudes[0].device if self._magnitudes else torch.device("cpu")
-        finite = [torch.isfinite(m).to(device, torch.float32) for m in self._magnitudes]
-        mine = torch.stack(finite).amin().reshape(1) if finite else torch.ones(1)
+        # Finite in their own dtype: what float64 holds may be infinite in float32.
+        finite = [m if m.dtype == torch.float32 and m.device == device else
+                  torch.where(torch.isfinite(m), 0.0, float("inf")).to(device, torch.float32) for m in self._magnitudes]
+        mine = torch.isfinite(torch.cat(finite)).all().reshape(1).float() if finite else torch.ones(1)
         self._flag = hvd.allreduce_async(mine, name=f"{self._name}.flag", op=hvd.Min, process_set=self.process_set)
         self._magnitudes = []
 
@@ -300,7 +302,7 @@ class Compression:
         for b in self._bound.values():
             if b.grad is None and _is_sparse(b.param):
                 assert b.param.grad is not None
-                self._watch(b.param.grad._values())
+                self._watch(b, b.param.grad._values())
 
     # -- before the first exchange --------------------------------------------------------------
 
