@@ -68,16 +68,17 @@ class Slot:
         """The exchange's name, or one for each stage."""
         return ", ".join(stage.exchange.name for stage in self.stages) or "horovod"
 
-    def state_layout(self, memory: bool) -> dict[str, tuple[int, str]]:
+    def state_layout(self, memory: bool, ranks: int) -> dict[str, tuple[int, str]]:
         """Name to (length, dtype) of the state arrays this tensor needs, for all of its stages."""
         codecs = [stage.codec for stage in self.stages]
         layout: dict[str, tuple[int, str]] = {}
-        if memory and not all(codec.lossless for codec in codecs):
+        memory = memory and not all(codec.lossless for codec in codecs)
+        if memory:
             layout[error_feedback.STATE] = (self.spec.numel, "float32")
         if len(codecs) > 1 or any(codec.uses_step for codec in codecs):
             layout["step"] = (1, "int32")
-        for codec in codecs:
-            layout |= codec.state(self.spec)
+        for stage in self.stages:
+            layout |= stage.exchange.state(stage.codec, self.spec, ranks, memory)
         return layout
 
 
@@ -90,9 +91,11 @@ class Plan:
     exchange: str
     seed: int
     error_feedback: bool
+    ranks: int
+    """How many reduce together: with another number the plan is another one."""
 
     @classmethod
-    def make(cls, specs: Iterable[TensorSpec], policy: Policy, *, exchange: str = "auto", seed: int = 0,
+    def make(cls, specs: Iterable[TensorSpec], policy: Policy, *, ranks: int, exchange: str = "auto", seed: int = 0,
              error_feedback: bool = True, refuse: Callable[[TensorSpec], str] = lambda spec: "") -> Plan:
         """Choose for every tensor. ``refuse`` gives an adapter's own reasons not to compress one."""
         slots: dict[str, Slot] = {}
@@ -104,9 +107,10 @@ class Plan:
                 codec, reason = None, refuse(spec)
             # An exchange that cannot carry a codec is an error here, before anything is sent.
             schedule = None if codec is None else codec if isinstance(codec, Schedule) else Schedule((0,), (codec,))
-            stages = tuple(Stage(each, choose(each, exchange)) for each in schedule.codecs) if schedule else ()
+            codecs = schedule.codecs if schedule else ()
+            stages = tuple(Stage(each, choose(each, spec, ranks, exchange)) for each in codecs)
             slots[spec.name] = Slot(spec, schedule, stages, reason)
-        return cls(slots, policy, exchange, seed, error_feedback)
+        return cls(slots, policy, exchange, seed, error_feedback, ranks)
 
     @property
     def compresses(self) -> bool:
@@ -115,7 +119,7 @@ class Plan:
 
     def allocate(self, slot: Slot, allocate: Allocate) -> None:
         """Give a slot the state arrays it still lacks."""
-        for name, (length, dtype) in slot.state_layout(self.error_feedback).items():
+        for name, (length, dtype) in slot.state_layout(self.error_feedback, self.ranks).items():
             if name not in slot.state:
                 slot.state[name] = allocate(name, length, dtype)
 

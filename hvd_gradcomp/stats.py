@@ -16,8 +16,7 @@ def step_bytes(slot: Slot, ranks: int, stage: int = 0) -> float:
     """Bytes that one rank receives (and sends) for this tensor in one step of a stage."""
     if not slot.stages:
         return dense_step_bytes(slot, ranks)
-    codec, exchange = slot.stages[stage].codec, slot.stages[stage].exchange
-    return sum(wire_bytes(how, nbytes, ranks) for how, nbytes in exchange.sends(codec, slot.spec))
+    return slot.stages[stage].exchange.received(slot.stages[stage].codec, slot.spec, ranks)
 
 
 def dense_step_bytes(slot: Slot, ranks: int) -> float:
@@ -43,12 +42,13 @@ def summary(plan: Plan, ranks: int, steps: Mapping[str, Sequence[int]], extra: M
         entry: dict[str, Any] = {"shape": slot.spec.shape, "steps": sum(counts)}
         if not slot.stages:
             entry |= {"codec": None, "exchange": "horovod", "reason": slot.reason,
-                      "payload_bytes": FLOAT32 * slot.spec.numel}
+                      "payload_bytes": FLOAT32 * slot.spec.numel, "wire_bytes": round(dense_step_bytes(slot, ranks))}
         else:
             # of the stage reached last
             now = slot.stages[max((i for i, count in enumerate(counts) if count), default=0)]
             entry |= {"codec": str(now.codec), "exchange": now.exchange.name,
-                      "payload_bytes": payload.nbytes(now.codec.layout(slot.spec))}
+                      "payload_bytes": payload.nbytes(now.codec.layout(slot.spec)),
+                      "wire_bytes": round(now.exchange.received(now.codec, slot.spec, ranks))}
         tensors[name] = entry | dict(extra.get(name, {}))
     done = max((sum(counts) for counts in steps.values()), default=0)
     wire += done * overhead

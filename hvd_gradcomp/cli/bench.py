@@ -105,10 +105,10 @@ def measure(codec: Codec, gradient: np.ndarray[Any, Any], backend: Backend) -> d
     """
     ops = backend.ops
     spec = TensorSpec("bench", gradient.shape)
-    slot = Plan.make([spec], Policy.make(codec, 0)).slots["bench"]
+    slot = Plan.make([spec], Policy.make(codec, 0), ranks=1).slots["bench"]
     slot.state = {name: backend.state(ops.zeros((length,), dtype))
-                  for name, (length, dtype) in slot.state_layout(memory=True).items()}
-    exchange = choose(codec)
+                  for name, (length, dtype) in slot.state_layout(memory=True, ranks=1).items()}
+    exchange = choose(codec, spec, ranks=1)
     ctx = Ctx(ops, spec, ranks=1, rank=0, seed=0, state=slot.state, buffers=slot.buffers)
     grad = backend.array(np.ascontiguousarray(gradient.reshape(-1)))
     ok = ops.constant([1.0], "float32")
@@ -126,7 +126,7 @@ def measure(codec: Codec, gradient: np.ndarray[Any, Any], backend: Backend) -> d
     flat = gradient.reshape(-1)
     accumulator = ops.zeros((spec.numel,))
     source, target = flat.copy(), np.zeros_like(flat)
-    wire = sum(nbytes for _, nbytes in exchange.sends(codec, spec))
+    wire = sum(nbytes for _, nbytes in exchange.sends(codec, spec, ranks=1))
     return {
         "codec": str(codec), "backend": backend.name, "numel": spec.numel, "threads": backend.threads,
         "kernels": kernels.status(),

@@ -89,6 +89,10 @@ class Codec(ABC):
     """float32 parts of the payload that a following codec (``A + B``) may encode in turn."""
     uses_step: ClassVar[bool] = False
     uses_bound: ClassVar[bool] = False
+    shaped: ClassVar[bool] = False
+    """Whether it makes use of the tensor's shape, which a chunk of it has no more."""
+    sparse: ClassVar[bool] = False
+    """Whether a payload is places and values of its choice, which :meth:`entries` gives."""
     interactive: ClassVar[bool] = False
     """Whether exchanges are to run :meth:`rounds` in place of ``encode`` and ``decode``: for a codec
     whose ranks agree on something on the way."""
@@ -118,6 +122,11 @@ class Codec(ABC):
     def decode(self, parts: Parts, acc: Array, ctx: Ctx) -> Array:
         """``acc + decoded values``, float32 ``[numel]``; ``acc`` is used up. Raises PayloadError
         for parts that :meth:`encode` cannot have made, before memory is touched."""
+
+    def entries(self, parts: Parts, ctx: Ctx) -> tuple[Array, Array]:
+        """What a ``sparse`` codec's payload holds: places, int32 ``[k]``, all different, which are not
+        trusted, and values, float32 ``[k]``."""
+        raise NotImplementedError
 
     # -- state ----------------------------------------------------------------------------------
 

@@ -50,6 +50,10 @@ class BlockTopK(Codec):
         self._require(is_int(self.block, 1), "block", "a whole number from 1")
         self._require(self.axis is None or is_int(self.axis, 0, 0), "axis", "0 or None")
 
+    @property
+    def shaped(self) -> bool:  # type: ignore[override]
+        return self.axis == 0
+
     def _sizes(self, spec: TensorSpec) -> tuple[int, int, int]:
         """(elements per block, blocks, blocks sent)."""
         width = self.block

@@ -60,6 +60,14 @@ class Chain(Codec):
         return self.codecs[1] if len(self.codecs) == 2 else Chain(self.codecs[1:])
 
     @property
+    def shaped(self) -> bool:  # type: ignore[override]
+        return self.first.shaped
+
+    @property
+    def sparse(self) -> bool:  # type: ignore[override]
+        return self.first.sparse
+
+    @property
     def interactive(self) -> bool:  # type: ignore[override]
         return self.first.interactive
 
@@ -91,6 +99,9 @@ class Chain(Codec):
 
     def decode(self, parts: Parts, acc: Array, ctx: Ctx) -> Array:
         return self.first.decode(self.uncode(parts, ctx), acc, ctx)
+
+    def entries(self, parts: Parts, ctx: Ctx) -> tuple[Array, Array]:
+        return self.first.entries(self.uncode(parts, ctx), ctx)
 
     def rounds(self, load: Callable[[], Array], ctx: Ctx) -> Generator[Parts, Answer, Received]:
         """Those of the first codec, each payload coded by the rest."""

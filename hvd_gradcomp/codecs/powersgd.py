@@ -55,6 +55,7 @@ class PowerSGD(Codec):
     family: ClassVar[str] = "low rank"
     use: ClassVar[str] = "low rank by power iteration: summed, for large matrices"
     uses_step: ClassVar[bool] = True
+    shaped: ClassVar[bool] = True
     interactive: ClassVar[bool] = True
     coded: ClassVar[tuple[str, ...]] = ("factor", "p", "q", "values")
 

@@ -35,6 +35,7 @@ class SVD(Codec):
     family: ClassVar[str] = "low rank"
     use: ClassVar[str] = "the best low rank, but slow: to compare with"
     coded: ClassVar[tuple[str, ...]] = ("u", "v", "values")
+    shaped: ClassVar[bool] = True
 
     rank: int = 4
 

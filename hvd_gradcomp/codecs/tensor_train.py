@@ -60,6 +60,7 @@ class TensorTrain(Codec):
     family: ClassVar[str] = "low rank"
     use: ClassVar[str] = "small cores for huge tensors; for those with structure"
     coded: ClassVar[tuple[str, ...]] = ("values", *(f"core{i}" for i in range(_MAX_DIMS)))
+    shaped: ClassVar[bool] = True
 
     rank: int = 4
 

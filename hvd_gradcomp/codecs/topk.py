@@ -46,6 +46,7 @@ class TopK(Codec):
     family: ClassVar[str] = "sparse"
     use: ClassVar[str] = "only the largest entries; for slow links, with a warm-up"
     coded: ClassVar[tuple[str, ...]] = ("values",)
+    sparse: ClassVar[bool] = True
 
     ratio: float = 0.01
     threshold: str = "exact"
@@ -76,10 +77,12 @@ class TopK(Codec):
         return {"values": ops.take(x, chosen), **index}
 
     def decode(self, parts: Parts, acc: Array, ctx: Ctx) -> Array:
-        ops, n = ctx.ops, ctx.spec.numel
+        return ctx.ops.scatter_add(acc, *self.entries(parts, ctx))
+
+    def entries(self, parts: Parts, ctx: Ctx) -> tuple[Array, Array]:
+        n = ctx.spec.numel
         plain = self.index == "plain"
-        index = parts["indices"] if plain else indices.decode(ops, parts, n, self.k(n))
-        return ops.scatter_add(acc, index, parts["values"])
+        return parts["indices"] if plain else indices.decode(ctx.ops, parts, n, self.k(n)), parts["values"]
 
     def _choose(self, x: Array, ctx: Ctx) -> Array:
         ops, n = ctx.ops, ctx.spec.numel

@@ -54,6 +54,10 @@ def allgather(x: Array, name: str, process_set: Any) -> Array:
 
 
 def _combine(x: Array, how: str, name: str, process_set: Any) -> Array:
+    ranks = process_set.size()
     if how == "gather":
-        return tf.reshape(allgather(x, name, process_set), (process_set.size(), x.shape[0]))
+        return tf.reshape(allgather(x, name, process_set), (ranks, x.shape[0]))
+    if how == "all_to_all":
+        rows = hvd.alltoall(x, name=name, ignore_name_scope=True, process_set=process_set)
+        return tf.reshape(rows, (ranks, x.shape[0] // ranks))
     return allreduce(x, hvd.Sum if how == "sum" else hvd.Max, name, process_set)

@@ -45,6 +45,8 @@ class OpenExchange:
             name = f"{self.name}.{self.round}.{part}"
             if request.how == "gather":
                 handle = hvd.allgather_async(tensor, name=name, process_set=self.process_set)
+            elif request.how == "all_to_all":
+                handle = hvd.alltoall_async(tensor, name=name, process_set=self.process_set)
             else:
                 op = hvd.Sum if request.how == "sum" else hvd.Max
                 handle = hvd.allreduce_async(tensor, name=name, op=op, process_set=self.process_set)
@@ -57,11 +59,13 @@ class OpenExchange:
     def finish_round(self) -> None:
         """Wait for this round, then start the next one."""
         assert self._send is not None
-        gathered = self._send.how == "gather"
+        how, ranks = self._send.how, self.process_set.size()
         results: dict[str, Array] = {}
         for part, handle in self._handles.items():
             result = hvd.synchronize(handle)
-            results[part] = result.view(self.process_set.size(), -1) if gathered else result
+            if how == "all_to_all":
+                result, _ = result  # the second says how much came from each rank: equal rows
+            results[part] = result if how in ("sum", "max") else result.view(ranks, -1)
         self.round += 1
         self._start(self.flow.send(results))
 

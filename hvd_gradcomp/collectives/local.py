@@ -41,7 +41,7 @@ class LocalWorld:
         self.received_bytes = 0.0
         """What one rank has received so far, counted from what was really sent."""
         specs = [TensorSpec(name, tuple(shape)) for name, shape in shapes.items()]
-        self.plans = [Plan.make(specs, Policy.make(spec, min_size), exchange=exchange, seed=seed,
+        self.plans = [Plan.make(specs, Policy.make(spec, min_size), ranks=ranks, exchange=exchange, seed=seed,
                                 error_feedback=error_feedback) for _ in range(ranks)]
         for plan in self.plans:
             for slot in plan.slots.values():
@@ -107,20 +107,27 @@ class LocalWorld:
             answers = [verdict] * len(flows) if isinstance(requests[0], Commit) else self._combine(requests)
 
     def _combine(self, sends: list[Send]) -> list[dict[str, Array]]:
-        how, results = sends[0].how, {}
+        how, ranks = sends[0].how, len(sends)
+        results: list[dict[str, Array]] = [{} for _ in sends]
         for name in sends[0].parts:
             arrays = [send.parts[name] for send in sends]
-            nbytes = int(arrays[0].shape[0]) * np.dtype(self.ops.dtype(arrays[0])).itemsize
-            self.received_bytes += wire_bytes(how, nbytes, self.ranks)
-            if how == "gather":
-                width = int(arrays[0].shape[0])
-                results[name] = self.ops.reshape(self.ops.concat(arrays), (len(arrays), width))
+            length = int(arrays[0].shape[0])
+            self.received_bytes += wire_bytes(how, length * np.dtype(self.ops.dtype(arrays[0])).itemsize, ranks)
+            if how == "all_to_all":
+                row = length // ranks
+                for rank, result in enumerate(results):
+                    rows = self.ops.concat([array[rank * row : (rank + 1) * row] for array in arrays])
+                    result[name] = self.ops.reshape(rows, (ranks, row))
                 continue
-            total = arrays[0]
-            for array in arrays[1:]:
-                total = total + array if how == "sum" else self.ops.maximum(total, array)
-            results[name] = total
-        return [dict(results) for _ in sends]
+            if how == "gather":
+                total = self.ops.reshape(self.ops.concat(arrays), (ranks, length))
+            else:
+                total = arrays[0]
+                for array in arrays[1:]:
+                    total = total + array if how == "sum" else self.ops.maximum(total, array)
+            for result in results:
+                result[name] = total
+        return results
 
 
 def _shape_of(request: Send | Commit) -> str:

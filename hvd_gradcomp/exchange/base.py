@@ -21,7 +21,8 @@ class Send:
     results under the same names.
 
     how: ``sum`` and ``max`` combine elementwise (same shape comes back); ``gather`` gives an array
-    ``[ranks, length]`` in rank order.
+    ``[ranks, length]`` in rank order; ``all_to_all`` cuts the vector in ``ranks`` equal rows, row i for
+    rank i, and gives ``[ranks, length / ranks]``: the rows that are for this rank, in rank order.
     """
 
     parts: Parts
@@ -53,8 +54,17 @@ class Exchange(ABC):
         """Encode what ``memory`` loads and exchange it."""
 
     @abstractmethod
-    def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:
+    def sends(self, codec: Codec, spec: TensorSpec, ranks: int) -> list[tuple[str, int]]:
         """``(how, bytes of one rank's contribution)`` of every Send, for counting without running."""
+
+    def received(self, codec: Codec, spec: TensorSpec, ranks: int) -> float:
+        """Bytes that one rank receives, and sends, for one reduction of a tensor."""
+        return sum(wire_bytes(how, nbytes, ranks) for how, nbytes in self.sends(codec, spec, ranks))
+
+    def state(self, codec: Codec, spec: TensorSpec, ranks: int, memory: bool) -> dict[str, tuple[int, str]]:
+        """Name to (length, dtype) of the state arrays that the codec needs under this exchange, and of the
+        exchange's own; the same on every rank. ``memory``: whether what is not sent is kept."""
+        return codec.state(spec)
 
 
 def converse(codec: Codec, memory: Memory, ctx: Ctx,
@@ -74,8 +84,9 @@ def converse(codec: Codec, memory: Memory, ctx: Ctx,
 def wire_bytes(how: str, nbytes: int, ranks: int) -> float:
     """Bytes that one rank receives, and sends, for one collective of ``nbytes`` per rank.
 
-    A ring: all-reduce moves ``2 (N-1)/N`` of the buffer, all-gather ``N-1`` contributions.
+    A ring: all-reduce moves ``2 (N-1)/N`` of the buffer, all-gather ``N-1`` contributions. All-to-all
+    moves ``(N-1)/N``: all rows but the one that stays.
     """
     if how == "gather":
         return float((ranks - 1) * nbytes)
-    return 2.0 * (ranks - 1) / ranks * nbytes
+    return (1.0 if how == "all_to_all" else 2.0) * (ranks - 1) / ranks * nbytes

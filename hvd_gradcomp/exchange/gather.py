@@ -51,5 +51,5 @@ class Gather(Exchange):
 
         return Received(sent=coding.Sent(codec, payload.unpack(ops, own, layout), ctx), mean=mean, state=state)
 
-    def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:
+    def sends(self, codec: Codec, spec: TensorSpec, ranks: int) -> list[tuple[str, int]]:
         return [("gather", payload.nbytes(layout)) for layout in codec.round_layouts(spec)]

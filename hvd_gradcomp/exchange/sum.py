@@ -34,7 +34,7 @@ class Sum(Exchange):
                         mean=lambda acc: coding.mean(codec, [(total, ctx)], acc),
                         state=lambda: codec.advance(total, ctx))
 
-    def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:
+    def sends(self, codec: Codec, spec: TensorSpec, ranks: int) -> list[tuple[str, int]]:
         bound = [("max", ITEMSIZE["float32"])] if codec.uses_bound else []
         return bound + [("sum", part.nbytes) for layout in codec.round_layouts(spec) for part in layout]
 

@@ -23,6 +23,15 @@ class Memory(ABC):
     def settle(self, sent: Array, ok: Array) -> None:
         """Keep what is not in ``sent``, float32 ``[numel]``, if the step counts (``ok``: ``(1,)``, 0 or 1)."""
 
+    @abstractmethod
+    def part(self, start: int, stop: int) -> Memory:
+        """A stretch of the tensor, to load from; what is kept is settled as a whole."""
+
+    @abstractmethod
+    def second(self, mean: Array, residual: Array | None) -> Memory:
+        """The memory of the rank that encodes a mean, float32 ``[n]``, of what all ranks sent: error feedback
+        with ``residual``, float32 ``[n]``; none if it is None."""
+
     @property
     def keeps(self) -> bool:
         """Whether :meth:`settle` does anything, so that ``sent`` is worth decoding."""
@@ -38,6 +47,12 @@ class NoMemory(Memory):
 
     def settle(self, sent: Array, ok: Array) -> None:
         pass
+
+    def part(self, start: int, stop: int) -> NoMemory:
+        return NoMemory(self.ops, self.grad[start:stop])
+
+    def second(self, mean: Array, residual: Array | None) -> NoMemory:
+        return NoMemory(self.ops, mean)
 
     @property
     def keeps(self) -> bool:

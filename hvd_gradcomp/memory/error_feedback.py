@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_gradcomp.memory.base import Memory
+from hvd_gradcomp.memory.base import Memory, NoMemory
 from hvd_gradcomp.ops.base import Array
 
 STATE = "residual"
@@ -31,5 +31,17 @@ class ErrorFeedback(Memory):
         return self.grad + (self.residual if self.loss_scale is None else self.residual * self.loss_scale)
 
     def settle(self, sent: Array, ok: Array) -> None:
-        kept = self.load() - sent
-        self.ops.assign(self.residual, kept if self.loss_scale is None else kept / self.loss_scale, ok)
+        self.ops.assign(self.residual, self.kept(sent), ok)
+
+    def kept(self, sent: Array) -> Array:
+        """The new residual."""
+        left = self.load() - sent
+        return left if self.loss_scale is None else left / self.loss_scale
+
+    def part(self, start: int, stop: int) -> ErrorFeedback:
+        return ErrorFeedback(self.ops, self.grad[start:stop], self.residual[start:stop], self.loss_scale)
+
+    def second(self, mean: Array, residual: Array | None) -> Memory:
+        if residual is None:
+            return NoMemory(self.ops, mean)
+        return ErrorFeedback(self.ops, mean, residual, self.loss_scale)

@@ -26,6 +26,11 @@ def _mix(ops: Ops, x: Array) -> Array:
     return ops.bit_xor(x, ops.shift_right(x, 16))
 
 
+def scramble(ops: Ops, x: Array) -> Array:
+    """For each int32 one of unrelated bits; no two give the same."""
+    return _mix(ops, x)
+
+
 def _mix_int(x: int) -> int:
     x &= 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF

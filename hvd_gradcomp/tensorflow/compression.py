@@ -45,7 +45,8 @@ class Compression:
         variables: the trainable variables, of Keras 3, tf_keras or TensorFlow. Stock Horovod does
             not say which variable a gradient belongs to: there, list those that get a dense
             gradient in the order of the sources.
-        exchange: how payloads are combined; ``"auto"``, ``"sum"``, ``"gather"``.
+        exchange: how payloads are combined: ``"auto"``, ``"sum"``, ``"gather"``, ``"two_stage"``,
+            ``"sparse_split"``.
         min_size: tensors with fewer elements are left to Horovod; 0 compresses all.
         process_set: the one that the tape or optimizer gets; the global one by default.
         loss_scale: what the loss is multiplied by (a number, a variable, or a callable that gives

@@ -69,7 +69,7 @@ class Engine:
         self.plan = Plan.make(
             [TensorSpec(name, tuple(tensor.shape), tensor.dtype.name)
              for name, tensor in zip(names, tensors, strict=True)], policy,
-            exchange=exchange, seed=seed, error_feedback=error_feedback,
+            ranks=process_set.size() or 1, exchange=exchange, seed=seed, error_feedback=error_feedback,
             refuse=lambda spec: "" if dtypes[spec.name].is_floating else f"dtype {dtypes[spec.name].name}")
         self.process_set = process_set
         self.loss_scale = loss_scale

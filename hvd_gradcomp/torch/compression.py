@@ -57,7 +57,8 @@ class Compression:
     Args:
         compression: spec string or codec; or different ones by layer or by step, see :meth:`Policy.make`.
         named_parameters: as for the optimizer: ``model.named_parameters()``.
-        exchange: how payloads are combined; ``"auto"``, ``"sum"``, ``"gather"``.
+        exchange: how payloads are combined: ``"auto"``, ``"sum"``, ``"gather"``, ``"two_stage"``,
+            ``"sparse_split"``.
         min_size: tensors with fewer elements are left to Horovod; 0 compresses all.
         process_set: the one that the optimizer gets.
         loss_scale: what the loss is multiplied by (a GradScaler, a callable, a number): residuals
@@ -83,7 +84,7 @@ class Compression:
         complex_names = {name for name, param in named if param.is_complex()}
         self.plan = Plan.make(
             [TensorSpec(name, tuple(param.shape), str(param.dtype).removeprefix("torch.")) for name, param in named],
-            Policy.make(compression, min_size),
+            Policy.make(compression, min_size), ranks=process_set.size() or 1,
             exchange=exchange, seed=seed, error_feedback=error_feedback,
             refuse=lambda spec: "complex dtype" if spec.name in complex_names else "")
         self.process_set = process_set

@@ -239,14 +239,14 @@ class OwnFirst(Exchange):
 
         return Received(sent=lambda acc: decode(acc, ctx.rank), mean=mean)
 
-    def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:
+    def sends(self, codec: Codec, spec: TensorSpec, ranks: int) -> list[tuple[str, int]]:
         return [("gather", payload.nbytes(codec.layout(spec)))]
 
 
 class MiscountsBytes(Gather):
     """Says that it sends less than it does."""
 
-    def sends(self, codec: Codec, spec: TensorSpec) -> list[tuple[str, int]]:
+    def sends(self, codec: Codec, spec: TensorSpec, ranks: int) -> list[tuple[str, int]]:
         return [("gather", payload.nbytes(codec.layout(spec)) - 4)]
 
 

@@ -21,9 +21,11 @@ from hvd_gradcomp.codecs.registry import from_config
 from hvd_gradcomp.collectives.local import LocalWorld
 from hvd_gradcomp.errors import PayloadError
 from hvd_gradcomp.exchange import choose
+from hvd_gradcomp.exchange.two_stage import OWNER, bounds
 from hvd_gradcomp.memory.error_feedback import STATE as RESIDUAL
 from hvd_gradcomp.ops.base import Array, Ops
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.plan import Slot
 from hvd_gradcomp.spec import TensorSpec, parse
 from tests.contract import values
 from tests.contract.backends import NUMPY, TENSORFLOW_GRAPH, Backend
@@ -417,10 +419,10 @@ def same_history_in(codec: Codec, backend: Backend, ranks: int, exchange: str = 
     assert len(calls) == traces, f"the step was traced {len(calls)} times"
 
 
-def never_waits(codec: Codec) -> None:
+def never_waits(codec: Codec, exchange: str = "auto") -> None:
     """Nothing looks at a value: a whole step runs on tensors that have none."""
     ops = TorchOps("meta")
-    world = LocalWorld(codec, SHAPES, 2, min_size=MIN_SIZE, ops=ops)
+    world = LocalWorld(codec, SHAPES, 2, exchange=exchange, min_size=MIN_SIZE, ops=ops)
     grads = [{name: torch.zeros(shape, device="meta") for name, shape in SHAPES.items()} for _ in range(2)]
     try:
         outs = world.step(grads)
@@ -464,7 +466,7 @@ def _allowed(codec: Codec, ranks: int, exchange: str, magnitude: NDArray[np.floa
     if not exact(codec):
         allowed = np.full_like(magnitude, 1e-5 * magnitude.max())
     half = any(part.dtype == "float16" for part in codec.layout(TensorSpec("", (8,))))
-    if half and choose(codec, exchange).name == "sum":
+    if half and choose(codec, TensorSpec("", (8,)), ranks, exchange).name == "sum":
         allowed = allowed + ranks * _FLOAT16 * (sent if exact(codec) else sent.max())
     return allowed
 
@@ -486,8 +488,21 @@ def _mean(arrays: Iterable[NDArray[np.float64]]) -> NDArray[np.float64]:
 
 
 def _residuals(world: LocalWorld) -> Grads:
-    return [{name: slot.state[RESIDUAL].reshape(slot.spec.shape).copy() if RESIDUAL in slot.state
-             else np.zeros(slot.spec.shape, np.float32) for name, slot in plan.slots.items()} for plan in world.plans]
+    return [{name: _residual(slot, rank, world.ranks) for name, slot in plan.slots.items()}
+            for rank, plan in enumerate(world.plans)]
+
+
+def _residual(slot: Slot, rank: int, ranks: int) -> Floats:
+    """What a rank keeps of a tensor. What it keeps of the mean of its chunk it keeps for every rank."""
+    kept = np.zeros(slot.spec.numel)
+    if RESIDUAL in slot.state:
+        kept += np.asarray(slot.state[RESIDUAL])
+    if OWNER in slot.state:
+        start, stop = bounds(slot.spec.numel, ranks)[rank]
+        own = np.asarray(slot.state[OWNER])
+        assert not own[stop - start :].any(), "padding shows in the owner's residual"
+        kept[start:stop] += ranks * own[: stop - start]
+    return kept.reshape(slot.spec.shape)
 
 
 def _state_bytes(world: LocalWorld) -> list[dict[tuple[str, str], bytes]]:

@@ -64,8 +64,13 @@ LAST: tuple[str, ...] = tuple(specs[-1] for specs in SPECS.values())
 """One of each codec, for what takes longest: put the most demanding one last."""
 
 CARRIED: tuple[tuple[str, str], ...] = tuple(
-    (spec, name) for spec in ALL for name, exchange in EXCHANGES.items() if exchange.allows(parse(spec)) is None)
-"""Every spec with every exchange that can carry it."""
+    (spec, name) for spec in ALL for name, exchange in EXCHANGES.items()
+    if exchange.allows(parse(spec)) is None and (spec in ENDS or name != "two_stage"))
+"""Every spec with every exchange that can carry it; two of each codec with ``two_stage``, which carries all."""
+
+CHUNKED: tuple[tuple[str, str], ...] = tuple(
+    (spec, name) for spec, name in CARRIED if name in ("two_stage", "sparse_split") and spec in LAST)
+"""One of each codec with the exchanges that cut tensors in chunks."""
 
 
 def claiming(claim: str) -> tuple[str, ...]:

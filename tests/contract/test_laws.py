@@ -1,4 +1,4 @@
-"""Every registered codec is held to every law, in worlds of 1, 2, 3 and 5 ranks in lockstep."""
+"""Every registered codec is held to every law, in worlds of 1, 2, 3, 5 and 8 ranks in lockstep."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 from hvd_gradcomp import parse
 from tests.contract import laws, values
 from tests.contract.backends import BACKENDS, TENSORFLOW, TENSORFLOW_GRAPH, TORCH, TORCH_DEVICE, Backend
-from tests.contract.specs import ALL, CARRIED, COMPRESSING, ENDS, LAST
+from tests.contract.specs import ALL, CARRIED, CHUNKED, COMPRESSING, ENDS, LAST
 
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+MANY_RANKS = pytest.mark.parametrize("ranks", [7, 8])
+"""More than some tensors have elements, and no divisor of their length."""
 FEWER_RANKS = pytest.mark.parametrize("ranks", [1, 3])
 """For what does not depend on how the ranks' sums round."""
 ODD = {n: {**values.odd(n), **values.wild(n, 4), "normal": values.normal("frameworks", (n,))} for n in (1, 41, 1025)}
@@ -27,6 +29,19 @@ def test_conserves(spec: str, exchange: str, ranks: int) -> None:
 def test_conserves_odd_shapes(spec: str, exchange: str, ranks: int) -> None:
     shapes = {str(shape): shape for shape in values.ODD_SHAPES}
     laws.conserves(parse(spec), ranks, exchange, shapes=shapes, steps=2)
+
+
+@MANY_RANKS
+@pytest.mark.parametrize(("spec", "exchange"), CHUNKED)
+def test_holds_in_chunks(spec: str, exchange: str, ranks: int) -> None:
+    shapes = {str(shape): shape for shape in values.ODD_SHAPES}
+    laws.conserves(parse(spec), ranks, exchange, shapes=shapes, steps=2)
+    laws.ranks_agree(parse(spec), ranks, exchange, steps=2)
+
+
+@pytest.mark.parametrize(("spec", "exchange"), CHUNKED)
+def test_loss_scale_loses_nothing_in_chunks(spec: str, exchange: str) -> None:
+    laws.loss_scale_loses_nothing(parse(spec), 3, exchange)
 
 
 @RANKS
@@ -81,9 +96,9 @@ def test_round_trips(spec: str) -> None:
     laws.round_trips(parse(spec))
 
 
-@pytest.mark.parametrize("spec", ALL)
-def test_never_waits(spec: str) -> None:
-    laws.never_waits(parse(spec))
+@pytest.mark.parametrize(("spec", "exchange"), [*((spec, "auto") for spec in ALL), *CHUNKED])
+def test_never_waits(spec: str, exchange: str) -> None:
+    laws.never_waits(parse(spec), exchange)
 
 
 @pytest.mark.parametrize("n", ODD)
@@ -112,6 +127,12 @@ def test_same_history_in_torch(spec: str, exchange: str, backend: Backend) -> No
 @pytest.mark.parametrize("spec", LAST)
 def test_same_history_in_one_trace(spec: str) -> None:
     laws.same_history_in(parse(spec), TENSORFLOW_GRAPH, 3)
+
+
+@pytest.mark.parametrize(("spec", "exchange"), [
+    ("uniform(bits=3, block=7)", "two_stage"), ("topk(ratio=0.1) + uniform(bits=8)", "sparse_split")])
+def test_same_history_in_one_trace_in_chunks(spec: str, exchange: str) -> None:
+    laws.same_history_in(parse(spec), TENSORFLOW_GRAPH, 3, exchange)
 
 
 @pytest.mark.parametrize("spec", LAST[:4])

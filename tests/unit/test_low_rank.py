@@ -69,7 +69,7 @@ def test_impossible_arguments_are_errors(spec: str) -> None:
 
 def test_alternating_form_reaches_its_target() -> None:
     codec, spec = parse("powersgd(rank=4)"), TensorSpec("w", (4096, 4096))
-    sends = choose(codec).sends(codec, spec)
+    sends = choose(codec, spec, 2).sends(codec, spec, 2)
     assert sends == [("sum", 4096 * 4 * 4)], "one all-reduce of one factor"
     assert 4 * spec.numel / sends[0][1] >= 500
 
@@ -77,8 +77,8 @@ def test_alternating_form_reaches_its_target() -> None:
 @pytest.mark.parametrize(("spec", "rounds"), [("powersgd(rank=4, iterations=2)", 2), (PLAIN.format(4), 2),
                                               (TWICE.format(4), 4)])
 def test_other_forms_send_both_factors(spec: str, rounds: int) -> None:
-    codec = parse(spec)
-    sends = choose(codec).sends(codec, TensorSpec("w", (100, 70)))
+    codec, tensor = parse(spec), TensorSpec("w", (100, 70))
+    sends = choose(codec, tensor, 2).sends(codec, tensor, 2)
     assert sends == [("sum", 4 * 4 * 100), ("sum", 4 * 4 * 70)] * (rounds // 2)
 
 
@@ -243,7 +243,7 @@ def test_chains(spec: str, exchange: str) -> None:
     """Factors in 16 or 8 bits: half or a quarter of the bytes, one error feedback around both, and on average the
     gradient arrives."""
     codec, plain, tensor = parse(spec), parse(spec.split(" + ")[0]), TensorSpec("w", (96, 64))
-    assert choose(codec).name == exchange
+    assert choose(codec, tensor, 2).name == exchange
     sizes = [sum(payload.nbytes(layout) for layout in each.round_layouts(tensor)) for each in (codec, plain)]
     assert sizes[0] <= 0.55 * sizes[1]
     of = world(spec, tensor.shape, 3)

@@ -9,18 +9,19 @@ import pytest
 
 from hvd_gradcomp.agreement import check
 from hvd_gradcomp.errors import DisagreementError, SpecError
+from hvd_gradcomp.exchange import choose
 from hvd_gradcomp.plan import Plan, differences
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
-from hvd_gradcomp.spec import TensorSpec
+from hvd_gradcomp.spec import TensorSpec, parse
 
 SPECS = (TensorSpec("weight", (300, 100)), TensorSpec("bias", (100,)), TensorSpec("empty", (0, 5)))
 
 
 def plan(spec: str = "sign", specs: tuple[TensorSpec, ...] = SPECS, min_size: int = DEFAULT_MIN_SIZE, seed: int = 0,
-         exchange: str = "auto", error_feedback: bool = True,
+         exchange: str = "auto", error_feedback: bool = True, ranks: int = 2,
          refuse: Callable[[TensorSpec], str] = lambda spec: "") -> Plan:
-    return Plan.make(specs, Policy.make(spec, min_size), exchange=exchange, seed=seed, error_feedback=error_feedback,
-                     refuse=refuse)
+    return Plan.make(specs, Policy.make(spec, min_size), ranks=ranks, exchange=exchange, seed=seed,
+                     error_feedback=error_feedback, refuse=refuse)
 
 
 def agree(plans: list[Plan]) -> list[str | None]:
@@ -81,7 +82,7 @@ def test_every_tensor_gets_a_codec_or_a_reason() -> None:
 
 def test_state_follows_from_the_codec() -> None:
     def layout(spec: str, memory: bool = True) -> dict[str, tuple[int, str]]:
-        return plan(spec).slots["weight"].state_layout(memory)
+        return plan(spec).slots["weight"].state_layout(memory, ranks=2)
 
     assert layout("sign") == {"residual": (30_000, "float32")}
     assert layout("sign", memory=False) == {}
@@ -104,15 +105,32 @@ def test_state_is_allocated_once() -> None:
 
 @pytest.mark.parametrize(("spec", "exchange", "says"), [
     ("sign", "sum", "cannot be added in flight; use exchange='auto'"),
-    ("sign", "nosuch", "there is no exchange 'nosuch': 'auto', 'sum', 'gather'")])
+    ("sign", "sparse_split", r"sign\(block=1024\) does not send entries of its choice; topk does"),
+    ("sign", "nosuch", "there is no exchange 'nosuch': 'auto', 'sum', 'gather', 'two_stage', 'sparse_split'")])
 def test_impossible_exchanges_are_refused(spec: str, exchange: str, says: str) -> None:
     with pytest.raises(SpecError, match=says):
         plan(spec, exchange=exchange)
 
 
-def test_auto_sums_what_may_be_summed() -> None:
-    assert [plan(spec).slots["weight"].exchange.name for spec in ("fp16", "sign")] == [  # type: ignore[union-attr]
-        "sum", "gather"]
+@pytest.mark.parametrize(("spec", "shape", "ranks", "expected"), [
+    ("fp16", (1000, 1000), 8, "sum"), ("randomk(ratio=0.1)", (1000, 1000), 8, "sum"),
+    ("uniform(bits=8)", (1000, 1000), 2, "gather"), ("uniform(bits=8)", (1000, 1000), 3, "two_stage"),
+    ("uniform(bits=8)", (100, 100), 3, "gather"), ("uniform(bits=8)", (100, 100), 64, "two_stage"),
+    ("sign", (1000, 1000), 2, "gather"), ("sign", (1000, 1000), 4, "two_stage"),
+    ("topk(ratio=0.01)", (1000, 1000), 2, "gather"), ("topk(ratio=0.01)", (1000, 1000), 8, "sparse_split"),
+    ("topk(ratio=0.1) + uniform(bits=8)", (1000, 1000), 8, "sparse_split"),
+    ("topk(ratio=0.01)", (100, 100), 8, "gather"),
+    ("svd(rank=4)", (1000, 1000), 64, "gather"), ("powersgd(rank=4) + uniform(bits=8)", (1000, 1000), 64, "gather")])
+def test_auto_takes_what_receives_least_unless_a_round_costs_more(spec: str, shape: tuple[int, ...], ranks: int,
+                                                                 expected: str) -> None:
+    assert choose(parse(spec), TensorSpec("w", shape), ranks).name == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 1000])
+def test_state_of_two_stage_has_one_length_on_all_ranks(ranks: int) -> None:
+    layout = plan("sign", exchange="two_stage").slots["weight"].state_layout(True, ranks)
+    assert layout == {"residual": (30_000, "float32"), "owner_residual": (-(-30_000 // ranks), "float32")}
+    assert "owner_residual" not in plan("sign", exchange="two_stage").slots["weight"].state_layout(False, ranks)
 
 
 # -- agreement ----------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def test_a_missing_dependency_is_said_with_its_remedy(blocked: str, adapter: str
 
 
 def plan(names: str = "ab", codec: str = "sign", shape: tuple[int, ...] = (4,), **options) -> Plan:
-    return Plan.make([TensorSpec(name, shape) for name in names], Policy.make(codec, 0), **options)
+    return Plan.make([TensorSpec(name, shape) for name in names], Policy.make(codec, 0), ranks=2, **options)
 
 
 @pytest.mark.parametrize(("other", "says"), [
