@@ -1,4 +1,4 @@
-"""What both examples share: the command line, the progress bar, and the report at the end."""
+"""What the examples share: the command line, the progress bar, and the report at the end."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ alone, and nothing is exchanged.
 """
 
 
-def parser(program: str, description: str) -> argparse.ArgumentParser:
-    """The options of both examples."""
+def parser(program: str, description: str, epilog: str = _EPILOG) -> argparse.ArgumentParser:
+    """The options of the examples that train. ``epilog`` may name the program as ``{name}``."""
     name = Path(program).name
-    result = argparse.ArgumentParser(prog=name, description=description, epilog=_EPILOG.format(name=name),
+    result = argparse.ArgumentParser(prog=name, description=description, epilog=epilog.format(name=name),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = result.add_argument
     add("--compression", metavar="SPEC", default="none", type=_spec,

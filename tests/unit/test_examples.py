@@ -96,7 +96,7 @@ def test_wrong_options_end_with_the_reason(option: str, value: str, expected: st
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["pytorch_mnist.py", "tensorflow2_mnist.py", "compare.py"])
+@pytest.mark.parametrize("script", ["pytorch_mnist.py", "tensorflow2_mnist.py", "mpi_numpy.py", "compare.py"])
 def test_help(script: str) -> None:
     command = [sys.executable, str(EXAMPLES / script), "--help"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -29,7 +29,7 @@ LAYERS = [
     {"plan"},
     {"flow", "stats", "agreement", "state", "token", "unused", "require"},
     {"collectives"},
-    {"torch", "tensorflow", "cli", "__main__", "__init__"},
+    {"torch", "tensorflow", "mpi", "cli", "__main__", "__init__"},
 ]
 # spec.parse makes codecs: the one way up, inside functions, so that importing stays one-way.
 ALLOWED = {("spec", "codecs")}
@@ -80,7 +80,8 @@ def test_importing_the_package_imports_no_framework() -> None:
 
 @pytest.mark.parametrize(("blocked", "adapter", "says"), [
     ("horovod", "torch", "docker/build-horovod.sh"), ("horovod", "tensorflow", "docker/build-horovod.sh"),
-    ("torch", "torch", "hvd-gradcomp[torch]"), ("tensorflow", "tensorflow", "hvd-gradcomp[tensorflow]")])
+    ("torch", "torch", "hvd-gradcomp[torch]"), ("tensorflow", "tensorflow", "hvd-gradcomp[tensorflow]"),
+    ("mpi4py", "mpi", "hvd-gradcomp[mpi]")])
 def test_a_missing_dependency_is_said_with_its_remedy(blocked: str, adapter: str, says: str) -> None:
     code = (f"import sys; sys.modules[{blocked!r}] = None\nimport hvd_gradcomp\n"
             f"try:\n    import hvd_gradcomp.{adapter}\nexcept ImportError as error:\n    print(error)\n")
