@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,9 @@ from hvd_gradcomp.policy import Policy
 from hvd_gradcomp.schedule import Schedule
 from hvd_gradcomp.spec import TensorSpec
 from hvd_gradcomp.version import __version__
+
+Exchanges = str | Mapping[str, str]
+"""The name of an exchange, or one for each pattern of tensor names: the first that fits; else ``auto``."""
 
 Allocate = Callable[[str, int, str], Array]
 """``(name, length, dtype)`` to a new state array of zeros."""
@@ -88,15 +92,16 @@ class Plan:
 
     slots: dict[str, Slot]
     policy: Policy
-    exchange: str
+    exchange: Exchanges
     seed: int
     error_feedback: bool
     ranks: int
     """How many reduce together: with another number the plan is another one."""
 
     @classmethod
-    def make(cls, specs: Iterable[TensorSpec], policy: Policy, *, ranks: int, exchange: str = "auto", seed: int = 0,
-             error_feedback: bool = True, refuse: Callable[[TensorSpec], str] = lambda spec: "") -> Plan:
+    def make(cls, specs: Iterable[TensorSpec], policy: Policy, *, ranks: int, exchange: Exchanges = "auto",
+             seed: int = 0, error_feedback: bool = True,
+             refuse: Callable[[TensorSpec], str] = lambda spec: "") -> Plan:
         """Choose for every tensor. ``refuse`` gives an adapter's own reasons not to compress one."""
         slots: dict[str, Slot] = {}
         for spec in specs:
@@ -108,7 +113,7 @@ class Plan:
             # An exchange that cannot carry a codec is an error here, before anything is sent.
             schedule = None if codec is None else codec if isinstance(codec, Schedule) else Schedule((0,), (codec,))
             codecs = schedule.codecs if schedule else ()
-            stages = tuple(Stage(each, choose(each, spec, ranks, exchange)) for each in codecs)
+            stages = tuple(Stage(each, choose(each, spec, ranks, _requested(exchange, spec))) for each in codecs)
             slots[spec.name] = Slot(spec, schedule, stages, reason)
         return cls(slots, policy, exchange, seed, error_feedback, ranks)
 
@@ -134,6 +139,12 @@ class Plan:
     def digest(self) -> bytes:
         """16 bytes that are equal exactly when :meth:`describe` is."""
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).digest()[:16]
+
+
+def _requested(exchange: Exchanges, spec: TensorSpec) -> str:
+    if isinstance(exchange, str):
+        return exchange
+    return next((name for pattern, name in exchange.items() if fnmatch.fnmatchcase(spec.name, pattern)), "auto")
 
 
 def differences(descriptions: list[list[Any]]) -> list[str]:

@@ -7,12 +7,13 @@ pairs the ranks' ops by name and TensorFlow's names depend on the graph around t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_gradcomp import require
-from hvd_gradcomp.exchange.base import Commit, Flow
+from hvd_gradcomp.exchange.base import BUCKET, Commit, Flow
 from hvd_gradcomp.ops.base import Array
 
 hvd: Any = require.horovod("horovod.tensorflow")
@@ -24,21 +25,39 @@ def gather_bytes(data: bytes, process_set: Any, name: str) -> list[bytes]:
         return list(hvd.allgather_object(data, name=name, process_set=process_set))
 
 
-def run(flow: Flow, name: str, process_set: Any, verdict: Array) -> Array:
-    """Trace a flow to its end: ops named ``<name>.<round>.<part>``, the verdict for its commit."""
-    answer: Any = None
+def run(flows: Mapping[str, Flow], process_set: Any, verdict: Array) -> dict[str, Array]:
+    """Trace flows to their ends, by name; ops are named ``<name>.<round>.<part>``, the verdict is for all
+    commits. Their all-to-alls share messages, so all ranks trace flows of the same names together."""
+    answers: dict[str, Any] = dict.fromkeys(flows)
+    results: dict[str, Array] = {}
     number = 0
-    while True:
-        try:
-            request = flow.send(answer)
-        except StopIteration as end:
-            return end.value
-        if isinstance(request, Commit):
-            answer = verdict
-            continue
-        answer = {part: _combine(array, request.how, f"{name}.{number}.{part}", process_set)
-                  for part, array in request.parts.items()}
+    while len(results) < len(flows):
+        rows: dict[str, Array] = {}
+        for name in sorted(flows.keys() - results):
+            try:
+                request = flows[name].send(answers[name])
+            except StopIteration as end:
+                results[name] = end.value
+                continue
+            if isinstance(request, Commit):
+                answers[name] = verdict
+                continue
+            answers[name] = {}
+            for part, array in request.parts.items():
+                full = f"{name}.{number}.{part}"
+                if request.how == "all_to_all":
+                    rows[full] = array
+                    answers[name][part] = full  # until it is there
+                else:
+                    answers[name][part] = _combine(array, request.how, full, process_set)
+        for each in _buckets(rows):
+            received = _all_to_all(each, process_set)
+            for answer in answers.values():
+                if isinstance(answer, dict):
+                    answer.update({part: received[full] for part, full in answer.items()
+                                   if isinstance(full, str) and full in received})
         number += 1
+    return results
 
 
 def allreduce(x: Array, op: Any, name: str, process_set: Any, predivide: float = 1.0) -> Array:
@@ -54,10 +73,31 @@ def allgather(x: Array, name: str, process_set: Any) -> Array:
 
 
 def _combine(x: Array, how: str, name: str, process_set: Any) -> Array:
-    ranks = process_set.size()
     if how == "gather":
-        return tf.reshape(allgather(x, name, process_set), (ranks, x.shape[0]))
-    if how == "all_to_all":
-        rows = hvd.alltoall(x, name=name, ignore_name_scope=True, process_set=process_set)
-        return tf.reshape(rows, (ranks, x.shape[0] // ranks))
+        return tf.reshape(allgather(x, name, process_set), (process_set.size(), x.shape[0]))
     return allreduce(x, hvd.Sum if how == "sum" else hvd.Max, name, process_set)
+
+
+def _buckets(rows: Mapping[str, Array]) -> list[dict[str, Array]]:
+    """Neighbors in groups of up to BUCKET bytes; what is larger goes alone."""
+    groups: list[dict[str, Array]] = []
+    room = 0
+    for name, array in rows.items():
+        nbytes = int(array.shape[0])
+        if nbytes > room:
+            groups.append({})
+            room = max(BUCKET, nbytes)
+        groups[-1][name] = array
+        room -= nbytes
+    return groups
+
+
+def _all_to_all(rows: Mapping[str, Array], process_set: Any) -> dict[str, Array]:
+    """One message of the rows, uint8 ``[ranks * width]``, of some tensors; ``[ranks, width]`` each."""
+    ranks = process_set.size()
+    each = [tf.reshape(array, (ranks, array.shape[0] // ranks)) for array in rows.values()]
+    joined = tf.concat(each, 1)
+    received = hvd.alltoall(tf.reshape(joined, (-1,)), name=next(iter(rows)), ignore_name_scope=True,
+                            process_set=process_set)
+    split = tf.split(tf.reshape(received, joined.shape), [array.shape[1] for array in each], 1)
+    return dict(zip(rows, split, strict=True))

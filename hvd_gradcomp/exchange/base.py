@@ -34,7 +34,11 @@ class Commit:
     """No more sends. Resumed with the step's verdict: float32 ``(1,)``, 1 if the step counts."""
 
 
-__all__ = ["Commit", "Exchange", "Flow", "Received", "Rounds", "Send", "converse", "wire_bytes"]
+__all__ = ["BUCKET", "Commit", "Exchange", "Flow", "Received", "Rounds", "Send", "converse", "wire_bytes"]
+
+BUCKET = 1 << 20
+"""Bytes up to which the all-to-all rows of neighboring tensors share one message: Horovod fuses small tensors
+of every other collective, and takes 70 ms for 60 of these on Gloo."""
 
 Rounds = Generator[Send, Parts, Received]
 Flow = Generator["Send | Commit", Any, Array]

@@ -64,14 +64,14 @@ class Chunks:
         """``acc + decoded values``; ``acc`` is used up."""
         return coding.decode(self._codec, self.unpack(row, chunk), acc, chunk) if chunk.spec.numel else acc
 
-    def mean(self, own: Sequence[Array], rank: int) -> Generator[Send, Parts, Array]:
-        """All-to-all of rows; the mean over the ranks of chunk ``rank``, added in rank order."""
+    def mean(self, own: Sequence[Array], rank: int) -> Generator[Send, Parts, tuple[Array, Array]]:
+        """All-to-all of rows; the mean over the ranks of chunk ``rank``, added in rank order, and a row of it."""
         rows = (yield Send({"chunks": self._ops.concat(own)}, "all_to_all"))["chunks"]
         chunk = self.first[rank]
         total = self._ops.zeros((chunk.spec.numel,))
         for sender in range(len(self.first)):
             total = self.decode(rows[sender], total, replace(chunk, rank=sender))
-        return self._ops.divide(total, len(self.first))
+        return self._ops.divide(total, len(self.first)), rows[0]
 
     def share(self, row: Array) -> Generator[Send, Parts, list[Array]]:
         """All-gather of one row per rank."""

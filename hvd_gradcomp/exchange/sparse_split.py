@@ -39,7 +39,7 @@ class SparseSplit(Exchange):
         split = regions.split(ops, memory.load())
         own = [coder.encode(NoMemory(ops, split[i]), chunk) for i, chunk in enumerate(coder.first)]
         del split
-        mean = yield from coder.mean(own, ctx.rank)
+        mean, _ = yield from coder.mean(own, ctx.rank)
         means = yield from coder.share(coder.encode(NoMemory(ops, mean), mine))
 
         def entries(row: Array, chunk: Ctx) -> tuple[Array, Array]:

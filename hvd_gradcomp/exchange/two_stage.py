@@ -45,9 +45,10 @@ class TwoStage(Exchange):
         mine = coder.second[ctx.rank]
 
         own = [coder.encode(memory.part(*cut), chunk) for cut, chunk in zip(cuts, coder.first, strict=True)]
-        mean = yield from coder.mean(own, ctx.rank)
+        mean, row = yield from coder.mean(own, ctx.rank)
         owner = memory.second(mean, ctx.state[OWNER][: mine.spec.numel] if memory.keeps else None)
-        again = coder.encode(owner, mine)
+        # An empty chunk sends the zeros that came: TensorFlow runs a collective of constants while it traces.
+        again = coder.encode(owner, mine) if mine.spec.numel else row
         means = yield from coder.share(again)
 
         def whole(rows: list[Array], each: list[Ctx], acc: Array) -> Array:

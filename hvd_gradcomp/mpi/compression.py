@@ -19,7 +19,7 @@ from hvd_gradcomp.exchange.base import Commit, Flow, Send, wire_bytes
 from hvd_gradcomp.flow import reduce_gradient
 from hvd_gradcomp.memory import error_feedback as memory
 from hvd_gradcomp.ops.numpy import NumpyOps
-from hvd_gradcomp.plan import Plan, Slot
+from hvd_gradcomp.plan import Exchanges, Plan, Slot
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
 from hvd_gradcomp.spec import TensorSpec
 
@@ -51,7 +51,7 @@ class Compression:
             what else travels on it is not disturbed.
         compression: spec string or codec; or different ones by name, shape or step, see :meth:`Policy.make`.
         exchange: how payloads are combined: ``"auto"``, ``"sum"``, ``"gather"``, ``"two_stage"``,
-            ``"sparse_split"``.
+            ``"sparse_split"``; or a dict of name patterns to these.
         min_size: arrays with fewer elements are reduced as they are; 0 compresses all.
         loss_scale: what the loss is multiplied by (a number, or a callable that gives one): residuals are kept
             divided by it.
@@ -63,7 +63,7 @@ class Compression:
         UsageError: ``comm`` is no intracommunicator that this rank is part of.
     """
 
-    def __init__(self, comm: MPI.Intracomm, compression: Any, *, exchange: str = "auto",
+    def __init__(self, comm: MPI.Intracomm, compression: Any, *, exchange: Exchanges = "auto",
                  min_size: int = DEFAULT_MIN_SIZE, loss_scale: float | Callable[[], float] | None = None, seed: int = 0,
                  error_feedback: bool = True) -> None:
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:

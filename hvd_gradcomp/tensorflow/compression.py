@@ -15,6 +15,7 @@ from hvd_gradcomp.collectives.hvd_tensorflow import hvd
 from hvd_gradcomp.errors import UsageError
 from hvd_gradcomp.exchange.base import wire_bytes
 from hvd_gradcomp.memory import error_feedback as memory
+from hvd_gradcomp.plan import Exchanges
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
 from hvd_gradcomp.tensorflow import wire
 from hvd_gradcomp.tensorflow.engine import OPS, Bound, Engine, as_written, counted, global_set
@@ -46,7 +47,7 @@ class Compression:
             not say which variable a gradient belongs to: there, list those that get a dense
             gradient in the order of the sources.
         exchange: how payloads are combined: ``"auto"``, ``"sum"``, ``"gather"``, ``"two_stage"``,
-            ``"sparse_split"``.
+            ``"sparse_split"``; or a dict of name patterns to these.
         min_size: tensors with fewer elements are left to Horovod; 0 compresses all.
         process_set: the one that the tape or optimizer gets; the global one by default.
         loss_scale: what the loss is multiplied by (a number, a variable, or a callable that gives
@@ -64,7 +65,7 @@ class Compression:
     fp16 = hvd.Compression.fp16
     """Horovod's own ``hvd.Compression.fp16``: a plain cast, without error feedback or scaling."""
 
-    def __init__(self, compression: str | Codec, variables: Iterable[Any], *, exchange: str = "auto",
+    def __init__(self, compression: str | Codec, variables: Iterable[Any], *, exchange: Exchanges = "auto",
                  min_size: int = DEFAULT_MIN_SIZE, process_set: Any = None, loss_scale: Any = None, seed: int = 0,
                  error_feedback: bool = True) -> None:
         policy = Policy.make(compression, min_size)
@@ -117,7 +118,7 @@ class Compression:
         with tf.control_dependencies([self._order.complete(), self._after_first_check(bound, ticket, checked)]):
             x = tf.identity(x)
         stage = bound.stage()
-        mean = engine.reduce(bound, stage, x, ticket.verdict, engine.name)
+        [mean] = engine.reduce([(bound, stage, x)], ticket.verdict, engine.name)
         return counted(bound, stage, tf.cast(mean * ticket.factor, dtype), checked)
 
     def _after_first_check(self, bound: Bound, ticket: Token, checked: tf.Operation) -> tf.Tensor:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -16,9 +15,10 @@ from hvd_gradcomp.codecs.base import Ctx
 from hvd_gradcomp.collectives import hvd_tensorflow
 from hvd_gradcomp.collectives.hvd_tensorflow import hvd
 from hvd_gradcomp.errors import UsageError
+from hvd_gradcomp.exchange.base import Flow
 from hvd_gradcomp.flow import reduce_gradient
 from hvd_gradcomp.ops.tensorflow import TensorflowOps
-from hvd_gradcomp.plan import Plan, Slot
+from hvd_gradcomp.plan import Exchanges, Plan, Slot
 from hvd_gradcomp.policy import Policy
 from hvd_gradcomp.spec import TensorSpec
 
@@ -55,8 +55,8 @@ class Engine:
     """Holds all state as variables that exist before any graph is traced, each of them touched by
     one tensor's ops only (a shared one would make the exchanges run one after another)."""
 
-    def __init__(self, variables: Iterable[Any], policy: Policy, *, exchange: str, process_set: Any, loss_scale: Any,
-                 seed: int, error_feedback: bool) -> None:
+    def __init__(self, variables: Iterable[Any], policy: Policy, *, exchange: Exchanges, process_set: Any,
+                 loss_scale: Any, seed: int, error_feedback: bool) -> None:
         if tf.inside_function():
             raise UsageError("create the Compression once, outside of any tf.function: its residuals must outlive "
                              "the step")
@@ -122,25 +122,39 @@ class Engine:
         """A gradient as the codecs take it: float32 ``[numel]``."""
         return live(bound, tf.reshape(tf.cast(grad, tf.float32), (bound.slot.spec.numel,)))
 
-    def reduce(self, bound: Bound, stage: tf.Tensor, x: tf.Tensor, verdict: tf.Tensor, scope: str) -> tf.Tensor:
-        """The mean over ranks of ``x`` from :meth:`flat`, float32 in the variable's shape; NaN if
-        the verdict, float32 ``(1,)``, is 0. ``scope`` begins the names of the collectives.
+    def reduce(self, inputs: Sequence[tuple[Bound, tf.Tensor, tf.Tensor]], verdict: tf.Tensor,
+               scope: str) -> list[tf.Tensor]:
+        """The means over ranks, float32 in the variables' shapes; NaN if the verdict, float32 ``(1,)``, is 0.
 
         A schedule's stages are the branches of one switch, since their payloads differ in size.
+
+        Args:
+            inputs: variable, stage, and ``x`` from :meth:`flat`.
+            scope: begins the names of the collectives.
         """
+        scale = self._scale()
+
+        def run(stages: dict[str, tuple[Bound, tf.Tensor, int]]) -> dict[str, tf.Tensor]:
+            flows = {f"{scope}.{label}.{number}": self._flow(bound, x, number, scale)
+                     for label, (bound, x, number) in stages.items()}
+            means = hvd_tensorflow.run(flows, self.process_set, verdict)
+            return {label: tf.reshape(means[f"{scope}.{label}.{number}"], bound.slot.spec.shape)
+                    for label, (bound, _, number) in stages.items()}
+
+        def switch(bound: Bound, stage: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+            label = self.label(bound)
+            return tf.switch_case(stage, [lambda number=number: run({label: (bound, x, number)})[label]
+                                          for number in range(len(bound.slot.stages))])
+
+        means = run({self.label(bound): (bound, x, 0) for bound, _, x in inputs if len(bound.slot.stages) == 1})
+        return [means[self.label(bound)] if len(bound.slot.stages) == 1 else switch(bound, stage, x)
+                for bound, stage, x in inputs]
+
+    def _flow(self, bound: Bound, x: tf.Tensor, stage: int, loss_scale: tf.Tensor | None) -> Flow:
         slot, plan = bound.slot, self.plan
         ctx = Ctx(OPS, slot.spec, self.size, int(self.process_set.rank()), plan.seed, state=slot.state,
                   error_feedback=plan.error_feedback)
-        scale, name = self._scale(), f"{scope}.{self.label(bound)}"
-
-        def run(number: int) -> tf.Tensor:
-            flow = reduce_gradient(x, slot, ctx, stage=number, loss_scale=scale)
-            mean = hvd_tensorflow.run(flow, f"{name}.{number}", self.process_set, verdict)
-            return tf.reshape(mean, slot.spec.shape)
-
-        if len(slot.stages) == 1:
-            return run(0)
-        return tf.switch_case(stage, [partial(run, number) for number in range(len(slot.stages))])
+        return reduce_gradient(x, slot, ctx, stage=stage, loss_scale=loss_scale)
 
     def label(self, bound: Bound) -> str:
         """A variable's name as Horovod's ops may carry it: unique by its number."""

@@ -70,9 +70,15 @@ class StepReducer:
         inputs = [self._prepare(grad, bound) for grad, bound in zip(grads, bounds, strict=True)]
         verdict = self._verdict(inputs, scope)
         stages = [bound.stage() for bound in bounds]
+        each = list(zip(inputs, bounds, stages, grads, strict=True))
+        compressed = [(bound, stage, x) for x, bound, stage, _ in each
+                      if isinstance(x, tf.Tensor) and bound.slot.codec is not None]
+        means = {bound.index: mean for (bound, _, _), mean in
+                 zip(compressed, self._engine.reduce(compressed, verdict, scope), strict=True)}
         return [None if grad is None else
-                counted(bound, stage, self._one(x, bound, stage, grad.dtype, op, predivide, scope, verdict))
-                for x, bound, stage, grad in zip(inputs, bounds, stages, grads, strict=True)]
+                counted(bound, stage, self._mean(means[bound.index], grad.dtype, op) if bound.index in means
+                        else self._dense(x, bound, grad.dtype, op, predivide, scope, verdict))
+                for x, bound, stage, grad in each]
 
     def _prepare(self, grad: Gradient, bound: Bound) -> Gradient:
         """What is exchanged: slices, or a vector."""
@@ -89,8 +95,11 @@ class StepReducer:
         return hvd_tensorflow.allreduce(tf.reduce_min(tf.stack(finite), 0), hvd.Min, f"{scope}.verdict",
                                         self._engine.process_set)
 
-    def _one(self, x: Gradient, bound: Bound, stage: tf.Tensor, dtype: tf.DType, op: Any, predivide: float,
-             scope: str, verdict: tf.Tensor) -> Gradient:
+    def _mean(self, mean: tf.Tensor, dtype: tf.DType, op: Any) -> tf.Tensor:
+        return tf.cast(mean * float(self._engine.size) if op == hvd.Sum else mean, dtype)
+
+    def _dense(self, x: Gradient, bound: Bound, dtype: tf.DType, op: Any, predivide: float, scope: str,
+               verdict: tf.Tensor) -> Gradient:
         engine = self._engine
         name = f"{scope}.{engine.label(bound)}"
         if isinstance(x, tf.IndexedSlices):  # as Horovod does it: everyone's slices, one after the other
@@ -98,9 +107,6 @@ class StepReducer:
             indices = hvd_tensorflow.allgather(x.indices, f"{name}.indices", engine.process_set)
             values = OPS.poison(values / engine.size if op == hvd.Average else values, verdict)
             return tf.IndexedSlices(wire.narrow(values, dtype), indices, tf.constant(bound.slot.spec.shape, tf.int64))
-        if bound.slot.codec is not None:
-            mean = engine.reduce(bound, stage, x, verdict, scope)
-            return tf.cast(mean * float(engine.size) if op == hvd.Sum else mean, dtype)
         if bound.slot.spec.numel:
             x = OPS.poison(hvd_tensorflow.allreduce(x, op, name, engine.process_set, predivide), verdict)
         return wire.unpack(bound, x, dtype)

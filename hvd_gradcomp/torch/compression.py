@@ -12,12 +12,12 @@ import torch
 from hvd_gradcomp import agreement, state, stats, token, unused
 from hvd_gradcomp.codecs.base import Ctx
 from hvd_gradcomp.collectives import hvd_torch
-from hvd_gradcomp.collectives.hvd_torch import OpenExchange, hvd
+from hvd_gradcomp.collectives.hvd_torch import Bucket, OpenExchange, hvd
 from hvd_gradcomp.errors import UsageError
-from hvd_gradcomp.exchange.base import wire_bytes
+from hvd_gradcomp.exchange.base import BUCKET, wire_bytes
 from hvd_gradcomp.flow import reduce_gradient
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.plan import Plan, Slot
+from hvd_gradcomp.plan import Exchanges, Plan, Slot
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
 from hvd_gradcomp.spec import TensorSpec
 
@@ -36,6 +36,7 @@ class _Bound:
         self.grad: torch.Tensor | None = None  # given to compress in this step
         self.version = 0  # of grad, when it was compressed
         self.exchange: OpenExchange | None = None
+        self.bucket: tuple[Bucket, int] | None = None  # and its place there
         self.mean: torch.Tensor | None = None
 
 
@@ -58,7 +59,7 @@ class Compression:
         compression: spec string or codec; or different ones by layer or by step, see :meth:`Policy.make`.
         named_parameters: as for the optimizer: ``model.named_parameters()``.
         exchange: how payloads are combined: ``"auto"``, ``"sum"``, ``"gather"``, ``"two_stage"``,
-            ``"sparse_split"``.
+            ``"sparse_split"``; or a dict of name patterns to these.
         min_size: tensors with fewer elements are left to Horovod; 0 compresses all.
         process_set: the one that the optimizer gets.
         loss_scale: what the loss is multiplied by (a GradScaler, a callable, a number): residuals
@@ -77,7 +78,7 @@ class Compression:
     """Horovod's own ``hvd.Compression.fp16``: a plain cast, without error feedback or scaling."""
 
     def __init__(self, compression: Any,
-                 named_parameters: Iterable[tuple[str, torch.nn.Parameter]], *, exchange: str = "auto",
+                 named_parameters: Iterable[tuple[str, torch.nn.Parameter]], *, exchange: Exchanges = "auto",
                  min_size: int = DEFAULT_MIN_SIZE, process_set: Any = hvd.global_process_set,
                  loss_scale: LossScale = None, seed: int = 0, error_feedback: bool = True) -> None:
         named = _named(named_parameters)
@@ -102,6 +103,7 @@ class Compression:
         self._token: torch.Tensor | None = None
         self._token_checked = False
         self._open: list[_Bound] = []  # compressed in this step, in that order
+        self._buckets: list[Bucket] = []
         self._running: deque[OpenExchange] = deque()  # of them, those with rounds to go
         self._expected = 0
         self._sharers: Counter[int] = Counter()  # gradients of this step in one storage
@@ -173,6 +175,9 @@ class Compression:
         self._expected = sum(b.param.requires_grad for b in self._bound.values())
         self._verdict = None
         self._running.clear()
+        members = Counter(b.bucket[0] for b in self._bound.values() if b.bucket and b.param.requires_grad)
+        for bucket in self._buckets:
+            bucket.begin(members[bucket])
 
     def _dense(self, b: _Bound, tensor: torch.Tensor) -> torch.Tensor:
         """Leave a gradient to Horovod, in a dtype that it can carry."""
@@ -198,7 +203,7 @@ class Compression:
         ctx = Ctx(b.ops, slot.spec, len(self._ranks), self.process_set.rank(), self.plan.seed, state=slot.state,
                   error_feedback=self.plan.error_feedback, buffers=slot.buffers)
         flow = reduce_gradient(x, slot, ctx, stage=b.stage, loss_scale=self._scale(), output=lambda: self._output(b, x))
-        b.exchange = OpenExchange(f"{self._name}.{slot.spec.name}.{b.stage}", flow, self.process_set)
+        b.exchange = OpenExchange(f"{self._name}.{slot.spec.name}.{b.stage}", flow, self.process_set, b.bucket)
         self._running.append(b.exchange)
         hvd_torch.poll(self._running)
         assert self._token is not None
@@ -231,7 +236,7 @@ class Compression:
             if self._flag is None:
                 self._watch_sparse()
                 self._start_flag()
-            hvd_torch.finish([b.exchange for b in self._open if b.exchange is not None])
+            hvd_torch.finish([b.exchange for b in self._open if b.exchange is not None], self._buckets)
             self._verdict, self._flag = hvd.synchronize(self._flag), None
         self._refuse_changed()
         self._sharers = Counter(_storage(b.grad) for b in self._open if b.grad is not None)
@@ -315,6 +320,24 @@ class Compression:
         self._name = name
         self._ranks = list(self.process_set.ranks)
         self._token = torch.tensor(token.values(self._ranks, hvd.rank(), hvd.size()))
+        self._fill_buckets()
+
+    def _fill_buckets(self) -> None:
+        """Neighboring tensors that go by all-to-all share messages of up to BUCKET bytes. Those of a schedule,
+        whose sizes change, go alone."""
+        room = 0
+        for place, b in enumerate(self._bound.values()):
+            if len(b.slot.stages) != 1:
+                continue
+            exchange, codec = b.slot.stages[0].exchange, b.slot.stages[0].codec
+            nbytes = sum(n for how, n in exchange.sends(codec, b.slot.spec, len(self._ranks)) if how == "all_to_all")
+            if not 0 < nbytes < BUCKET:
+                continue
+            if nbytes > room:
+                self._buckets.append(Bucket(f"{self._name}.bucket.{len(self._buckets)}", self.process_set))
+                room = BUCKET
+            b.bucket = self._buckets[-1], place
+            room -= nbytes
 
     def _scale(self) -> Any:
         scale = self.loss_scale

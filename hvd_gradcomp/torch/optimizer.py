@@ -9,6 +9,7 @@ import torch
 
 from hvd_gradcomp.collectives.hvd_torch import hvd
 from hvd_gradcomp.errors import UsageError
+from hvd_gradcomp.plan import Exchanges
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE
 from hvd_gradcomp.torch.compression import Compression, LossScale
 
@@ -16,7 +17,7 @@ from hvd_gradcomp.torch.compression import Compression, LossScale
 def DistributedOptimizer(
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-        compression: Any = "none", *, exchange: str = "auto",
+        compression: Any = "none", *, exchange: Exchanges = "auto",
         min_size: int = DEFAULT_MIN_SIZE, loss_scale: LossScale = None, seed: int = 0, error_feedback: bool = True,
         process_set: Any = hvd.global_process_set, op: Any = hvd.Average, **horovod: Any) -> Any:
     """``hvd.DistributedOptimizer`` with gradient compression.

@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch
 
 import hvd_gradcomp.torch as gradcomp
+from hvd_gradcomp.exchange.two_stage import OWNER, bounds
 
 CODECS = ["none", "fp16", "bf16", "uniform(bits=8)", "uniform(bits=3, block=64, stochastic=True)", "sign",
           "topk(ratio=0.05)", "topk(ratio=0.1) + uniform(bits=8)"]
@@ -36,7 +37,7 @@ def assert_equal_on_ranks(tensor: torch.Tensor) -> None:
 class World:
     """Zero parameters of the given shapes under SGD with learning rate 1."""
 
-    def __init__(self, spec: str, shapes: Mapping[str, Sequence[int]] | Mapping[str, torch.Tensor], *,
+    def __init__(self, spec: Any, shapes: Mapping[str, Sequence[int]] | Mapping[str, torch.Tensor], *,
                  min_size: int = 0, horovod: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.params = {name: torch.nn.Parameter(shape.clone() if isinstance(shape, torch.Tensor)
                                                 else torch.zeros(tuple(shape))) for name, shape in shapes.items()}
@@ -59,12 +60,15 @@ class World:
         return {name: param.grad.clone() for name, param in self.params.items() if param.grad is not None}
 
     def residual(self, name: str) -> torch.Tensor:
-        """Mean over ranks of the residual, in float64."""
-        state = self.compression.plan.slots[name].state
-        if "residual" not in state:
-            return torch.zeros_like(self.params[name], dtype=torch.float64)
-        return sum(r.double() for r in hvd.allgather_object(state["residual"])).view(  # type: ignore[union-attr]
-            self.params[name].shape) / hvd.size()
+        """Mean over ranks of the residual, in float64, and what the owners of chunks keep of their means."""
+        slot = self.compression.plan.slots[name]
+        kept = torch.zeros(slot.spec.numel, dtype=torch.float64)
+        if "residual" in slot.state:
+            kept += slot.state["residual"]
+        if OWNER in slot.state:
+            start, stop = bounds(slot.spec.numel, hvd.size())[hvd.rank()]
+            kept[start:stop] += hvd.size() * slot.state[OWNER][: stop - start]
+        return sum(hvd.allgather_object(kept)).view(slot.spec.shape) / hvd.size()  # type: ignore[union-attr]
 
     def states(self) -> dict[str, torch.Tensor]:
         """A copy of every state array."""

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_gradcomp.tensorflow as gradcomp
+from hvd_gradcomp.exchange.two_stage import OWNER, bounds
 
 CODECS = ["none", "fp16", "bf16", "uniform(bits=8)", "uniform(bits=3, block=64, stochastic=True)", "sign",
           "topk(ratio=0.05)", "topk(ratio=0.1) + uniform(bits=8)"]
@@ -37,7 +38,7 @@ def assert_equal_on_ranks(array: Any) -> None:
 class World:
     """Zero variables of the given shapes. ``options`` go to the tape, ``kwargs`` to Compression."""
 
-    def __init__(self, spec: str, shapes: Mapping[str, Sequence[int]], *, tape: str, traced: bool = True,
+    def __init__(self, spec: Any, shapes: Mapping[str, Sequence[int]], *, tape: str, traced: bool = True,
                  dtype: str = "float32", min_size: int = 0, options: Mapping[str, Any] | None = None,
                  **kwargs: Any) -> None:
         self.variables = {name: tf.Variable(tf.zeros(shape, dtype), name=name) for name, shape in shapes.items()}
@@ -60,13 +61,16 @@ class World:
         return {name: None if out is None else out.numpy() for name, out in zip(self.variables, outs, strict=True)}
 
     def residual(self, name: str) -> np.ndarray:
-        """Mean over ranks of the residual, in float64."""
-        state = self.compression.engine.plan.slots[name].state
-        shape = tuple(self.variables[name].shape)
-        if "residual" not in state:
-            return np.zeros(shape)
-        everyone = hvd.allgather_object(state["residual"].numpy())
-        return mean_over_ranks(lambda rank: everyone[rank]).reshape(shape)
+        """Mean over ranks of the residual, in float64, and what the owners of chunks keep of their means."""
+        slot = self.compression.engine.plan.slots[name]
+        kept = np.zeros(slot.spec.numel)
+        if "residual" in slot.state:
+            kept += slot.state["residual"].numpy()
+        if OWNER in slot.state:
+            start, stop = bounds(slot.spec.numel, hvd.size())[hvd.rank()]
+            kept[start:stop] += hvd.size() * slot.state[OWNER].numpy()[: stop - start]
+        everyone = hvd.allgather_object(kept)
+        return mean_over_ranks(lambda rank: everyone[rank]).reshape(slot.spec.shape)
 
     def states(self) -> dict[str, np.ndarray]:
         """A copy of every state array."""
