@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hvd_gradcomp.codecs.base import Codec, Ctx
+from hvd_gradcomp.codecs.chain import Chain
+from hvd_gradcomp.codecs.topk import TopK
 from hvd_gradcomp.exchange import chunks
 from hvd_gradcomp.exchange.base import Exchange, Received, Rounds
 from hvd_gradcomp.exchange.regions import Regions
@@ -33,6 +37,7 @@ class SparseSplit(Exchange):
     def rounds(self, codec: Codec, memory: Memory, ctx: Ctx) -> Rounds:
         ops, ranks = ctx.ops, ctx.ranks
         regions = Regions(ctx.spec.numel, ranks)
+        codec = _smallest(codec, regions.length)
         coder = chunks.Chunks(codec, ctx, [regions.length] * ranks)
         mine = coder.second[ctx.rank]
 
@@ -63,5 +68,14 @@ class SparseSplit(Exchange):
         return Received(sent=sent, mean=received)
 
     def sends(self, codec: Codec, spec: TensorSpec, ranks: int) -> list[tuple[str, int]]:
-        row = chunks.width(codec, [Regions(spec.numel, ranks).length])
+        length = Regions(spec.numel, ranks).length
+        row = chunks.width(_smallest(codec, length), [length])
         return [("all_to_all", ranks * row), ("gather", row)]
+
+
+def _smallest(codec: Codec, length: int) -> Codec:
+    """What sends the same entries of a region in the fewest bytes: of a few entries, values and indices as they
+    are take no more than a range, a bitmap and whole bytes of codes."""
+    head = codec.codecs[0] if isinstance(codec, Chain) else codec
+    assert isinstance(head, TopK)
+    return min((codec, head, replace(head, index="plain")), key=lambda each: chunks.width(each, [length]))

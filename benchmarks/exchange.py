@@ -1,0 +1,188 @@
+"""Bytes and time of every exchange on real ranks, and bytes by the formula up to 1024 ranks.
+
+Writes docs/exchange.md and docs/exchange.png. Times are of this machine, where the ranks share cores and
+memory: they show what the exchanges cost beside the wire, not what they gain on a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+from hvd_gradcomp import __version__, parse  # noqa: E402
+from hvd_gradcomp.exchange import EXCHANGES  # noqa: E402
+from hvd_gradcomp.exchange.base import wire_bytes  # noqa: E402
+from hvd_gradcomp.spec import TensorSpec  # noqa: E402
+
+NUMEL = 1 << 20
+TENSOR = TensorSpec("w", (NUMEL,))
+ROWS = [("uniform(bits=8)", "gather"), ("uniform(bits=8)", "two_stage"), ("uniform(bits=4)", "gather"),
+        ("uniform(bits=4)", "two_stage"), ("sign", "gather"), ("sign", "two_stage"),
+        ("topk(ratio=0.001)", "gather"), ("topk(ratio=0.001)", "sparse_split"),
+        ("topk(ratio=0.01) + uniform(bits=8)", "gather"), ("topk(ratio=0.01) + uniform(bits=8)", "sparse_split"),
+        ("randomk(ratio=0.01)", "sum"), ("powersgd(rank=4)", "sum")]
+DENSE = [("dense fp32", 4), ("dense fp16", 2)]
+FORMULA = (2, 4, 8, 16, 64, 256, 1024)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="default: 2 4 8")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="timed steps of each row (default: 5)")
+    parser.add_argument("--transport", choices=["gloo", "mpi"], default="gloo")
+    parser.add_argument("--into", type=Path, default=ROOT / "docs" / "exchange.md", metavar="FILE")
+    parser.add_argument("--measure", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # what the ranks run
+    args = parser.parse_args()
+    if args.measure:
+        measure(args.steps, args.measure)
+        return 0
+    from launch import horovodrun
+
+    out = ROOT / "results" / "exchange"
+    out.mkdir(parents=True, exist_ok=True)
+    measured = {}
+    for ranks in args.ranks:
+        print(f"{ranks} ranks ...", flush=True)
+        file = out / f"{ranks}.json"
+        horovodrun(ranks, args.transport, Path(__file__), ["--measure", str(file), "--steps", str(args.steps)],
+                   timeout=900, log=out / f"{ranks}.log", on_line=lambda line: None)
+        measured[ranks] = json.loads(file.read_text())
+    args.into.write_text(page(measured, args.transport, args.steps), encoding="utf-8")
+    plot(args.into.with_suffix(".png"))
+    print(f"written: {args.into}")
+    return 0
+
+
+def formula(spec: str, exchange: str, ranks: int) -> float:
+    """Bytes that one rank receives in a step."""
+    return EXCHANGES[exchange].received(parse(spec), TENSOR, ranks)
+
+
+# -- inside the ranks ---------------------------------------------------------------------------------------------
+
+
+def measure(steps: int, file: Path) -> None:
+    """Time every row, and take its bytes from the statistics."""
+    import horovod.torch as hvd
+    import torch
+
+    import hvd_gradcomp.torch as gradcomp
+
+    hvd.init()
+    torch.set_num_threads(1)
+    grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(hvd.rank()))
+    rows = []
+    for name, size in DENSE:
+        wire = grad.to(torch.float16 if size == 2 else torch.float32)
+        seconds = _seconds(lambda wire=wire: hvd.allreduce(wire, name="dense"), steps, hvd)
+        rows.append({"spec": name, "exchange": "", "bytes": wire_bytes("sum", size * NUMEL, hvd.size()),
+                     "seconds": seconds})
+    for spec, exchange in ROWS:
+        param = torch.nn.Parameter(torch.zeros(NUMEL))
+        compression = gradcomp.Compression(spec, [("w", param)], exchange=exchange)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), named_parameters=[("w", param)],
+                                             compression=compression)
+
+        def reduce(param: Any = param, optimizer: Any = optimizer) -> None:
+            param.grad = grad.clone()
+            optimizer.synchronize()
+
+        seconds = _seconds(reduce, steps, hvd)
+        stats = compression.stats()
+        rows.append({"spec": spec, "exchange": exchange, "bytes": stats["wire_bytes_received"] / stats["steps"],
+                     "seconds": seconds})
+    if hvd.rank() == 0:
+        file.write_text(json.dumps(rows))
+
+
+def _seconds(run: Any, steps: int, hvd: Any) -> float:
+    run()
+    times = []
+    for _ in range(steps):
+        hvd.barrier()
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+# -- the page -----------------------------------------------------------------------------------------------------
+
+
+def page(measured: dict[int, list[dict[str, Any]]], transport: str, steps: int) -> str:
+    """The Markdown page."""
+    counts = list(measured)
+    lines = [
+        "# Exchanges: bytes and time", "",
+        f"One tensor of {NUMEL:,} float32. `make exchange` makes this page; made with hvd_gradcomp {__version__}, "
+        f"Python {platform.python_version()}, {transport}, {os.cpu_count()} cores for all ranks.", "",
+        "| exchange | how | bytes received per rank, payload P |", "|---|---|---|",
+        "| `sum` | all-reduce of payloads that may be added | 2 (N-1)/N P |",
+        "| `gather` | all payloads to all ranks | (N-1) P |",
+        "| `two_stage` | chunk by chunk to an owner, who adds, encodes again and gives it to all | 2 (N-1)/N P |",
+        "| `sparse_split` | the same for the entries of `topk`: what is not among the largest sums stays where it was "
+        "| 2 (N-1)/N P |", "",
+        "`auto` sums what may be summed, and else takes the one of the others with fewer bytes, if it saves at least "
+        "64 KiB (a round more must pay). With two ranks that is `gather`. Low-rank codecs use the tensor's shape and "
+        "are not cut in chunks unasked. `exchange=` takes a name, or a dict of name patterns.", "",
+        "## By the formula", "", "Kilobytes that one rank receives in a step.", "",
+        "| codec | exchange | " + " | ".join(f"N={n}" for n in FORMULA) + " |",
+        "|---|---|" + "---:|" * len(FORMULA)]
+    for name, size in DENSE:
+        cells = [f"{wire_bytes('sum', size * NUMEL, n) / 1000:,.0f}" for n in FORMULA]
+        lines.append(f"| {name} | | " + " | ".join(cells) + " |")
+    for spec, exchange in ROWS:
+        cells = [f"{formula(spec, exchange, n) / 1000:,.1f}" for n in FORMULA]
+        lines.append(f"| `{spec}` | `{exchange}` | " + " | ".join(cells) + " |")
+    lines += ["", "![Bytes received over the number of ranks](exchange.png)", "",
+              "## On real ranks", "",
+              "Bytes are counted from what was really sent, tokens and step flag included; `+` is how much that is "
+              f"more than the formula. Time is the median of {steps} steps, encoding and decoding included. All ranks share "
+              "one machine, so there is no wire to save: on it, dense is always faster.", "",
+              "| codec | exchange | " + " | ".join(f"kB, N={n} | + | ms" for n in counts) + " |",
+              "|---|---|" + "---:|---:|---:|" * len(counts)]
+    for i, row in enumerate(measured[counts[0]]):
+        spec, exchange = row["spec"], row["exchange"]
+        cells = []
+        for n in counts:
+            each = measured[n][i]
+            more = "" if not exchange else f"{each['bytes'] - formula(spec, exchange, n):.0f} B"
+            cells.append(f"{each['bytes'] / 1000:,.1f} | {more} | {1000 * each['seconds']:.0f}")
+        lines.append(f"| {f'`{spec}`' if exchange else spec} | {exchange and f'`{exchange}`'} | "
+                     + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def plot(file: Path) -> None:
+    """Bytes over the number of ranks, by the formula."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    counts = [2**i for i in range(1, 11)]
+    for name, size in DENSE:
+        axes.plot(counts, [wire_bytes("sum", size * NUMEL, n) for n in counts], "k:", label=name)
+    for number, (spec, exchange) in enumerate(ROWS):
+        axes.plot(counts, [formula(spec, exchange, n) for n in counts], "--" if exchange == "gather" else "-",
+                  color=f"C{number // 2}", label=f"{spec}, {exchange}")
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="bytes received per rank and step")
+    axes.set_xticks(counts, [str(n) for n in counts])
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
