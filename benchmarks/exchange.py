@@ -147,8 +147,8 @@ def page(measured: dict[int, list[dict[str, Any]]], transport: str, steps: int) 
     lines += ["", "![Bytes received over the number of ranks](exchange.png)", "",
               "## On real ranks", "",
               "Bytes are counted from what was really sent, tokens and step flag included; `+` is how much that is "
-              f"more than the formula. Time is the median of {steps} steps, encoding and decoding included. All ranks share "
-              "one machine, so there is no wire to save: on it, dense is always faster.", "",
+              f"more than the formula. Time is the median of {steps} steps, encoding and decoding included. All ranks "
+              "share one machine, so there is no wire to save: on it, dense is always faster.", "",
               "| codec | exchange | " + " | ".join(f"kB, N={n} | + | ms" for n in counts) + " |",
               "|---|---|" + "---:|---:|---:|" * len(counts)]
     for i, row in enumerate(measured[counts[0]]):

@@ -42,10 +42,11 @@ class Chunks:
         self._codec, self._ops = codec, ctx.ops
         self._width = width(codec, lengths)
         step = {"step": ctx.state["step"]} if "step" in ctx.state else {}
-        self.first = [replace(ctx, spec=spec, ranks=1, state=step | {
+        self.first = [replace(ctx, spec=spec, ranks=1, buffers=ctx.buffers.setdefault(i, {}), state=step | {
             name: ctx.state[state_name(name, i)] for name in (codec.state(spec) if spec.numel else ())})
             for i, spec in enumerate(specs(ctx.spec, lengths))]
-        self.second = [replace(chunk, rank=ctx.ranks + i, error_feedback=ctx.error_feedback or codec.summable)
+        self.second = [replace(chunk, rank=ctx.ranks + i, buffers=ctx.buffers.setdefault("mean", {}),
+                               error_feedback=ctx.error_feedback or codec.summable)
                        for i, chunk in enumerate(self.first)]
 
     def encode(self, memory: Memory, chunk: Ctx) -> Array:
