@@ -33,7 +33,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 
-.PHONY: help install demo test test-asan bench docs-codecs convergence lint golden clean distclean
+.PHONY: help install demo test test-asan bench docs-codecs convergence exchange lint golden clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -78,6 +78,10 @@ docs-codecs: $(STAMPS)/package  ## measure all codecs on real gradients again: d
 convergence: $(STAMPS)/package  ## train with all codecs again: docs/convergence.md (40 minutes)
 	@echo "convergence: usually 40 minutes"
 	@$(BIN)/python benchmarks/convergence.py
+
+exchange: $(STAMPS)/package  ## measure the exchanges on 2, 4 and 8 ranks again: docs/exchange.md (5 minutes)
+	@echo "exchange: usually 5 minutes"
+	@$(BIN)/python benchmarks/exchange.py
 
 lint: $(STAMPS)/package  ## ruff and mypy (1 minute)
 	@$(BIN)/ruff check .

@@ -32,6 +32,18 @@ ROWS = [("uniform(bits=8)", "gather"), ("uniform(bits=8)", "two_stage"), ("unifo
         ("topk(ratio=0.01) + uniform(bits=8)", "gather"), ("topk(ratio=0.01) + uniform(bits=8)", "sparse_split"),
         ("randomk(ratio=0.01)", "sum"), ("powersgd(rank=4)", "sum")]
 DENSE = [("dense fp32", 4), ("dense fp16", 2)]
+NOTES = """\
+`auto` sums what may be summed, and else takes the one of the others with fewer bytes, if it saves at least 64 KiB (a round
+more must pay). With two ranks that is `gather`. Low-rank codecs use the tensor's shape and are not cut in chunks unasked.
+`exchange=` takes a name, or a dict of name patterns. Ranks of one host are treated like all others: there is no hierarchical
+exchange yet.
+
+With Horovod, all-to-all rows of neighboring tensors share messages of up to 1 MiB (PyTorch, and our TensorFlow tape); under
+the stock tape, and for tensors with a schedule, each goes alone.
+
+`two_stage` keeps what its second encoding loses at the chunk's owner (`owner_residual`, as many elements as the tensor has,
+divided by N); `sparse_split` leaves what did not survive with the ranks that sent it. A region sends at least one entry, so
+`sparse_split` costs more than its share where a tensor has fewer than N entries to send."""
 FORMULA = (2, 4, 8, 16, 64, 256, 1024)
 
 
@@ -132,9 +144,7 @@ def page(measured: dict[int, list[dict[str, Any]]], transport: str, steps: int) 
         "| `two_stage` | chunk by chunk to an owner, who adds, encodes again and gives it to all | 2 (N-1)/N P |",
         "| `sparse_split` | the same for the entries of `topk`: what is not among the largest sums stays where it was "
         "| 2 (N-1)/N P |", "",
-        "`auto` sums what may be summed, and else takes the one of the others with fewer bytes, if it saves at least "
-        "64 KiB (a round more must pay). With two ranks that is `gather`. Low-rank codecs use the tensor's shape and "
-        "are not cut in chunks unasked. `exchange=` takes a name, or a dict of name patterns.", "",
+        NOTES, "",
         "## By the formula", "", "Kilobytes that one rank receives in a step.", "",
         "| codec | exchange | " + " | ".join(f"N={n}" for n in FORMULA) + " |",
         "|---|---|" + "---:|" * len(FORMULA)]
