@@ -33,17 +33,17 @@ ROWS = [("uniform(bits=8)", "gather"), ("uniform(bits=8)", "two_stage"), ("unifo
         ("randomk(ratio=0.01)", "sum"), ("powersgd(rank=4)", "sum")]
 DENSE = [("dense fp32", 4), ("dense fp16", 2)]
 NOTES = """\
-`auto` sums what may be summed, and else takes the one of the others with fewer bytes, if it saves at least 64 KiB (a round
-more must pay). With two ranks that is `gather`. Low-rank codecs use the tensor's shape and are not cut in chunks unasked.
-`exchange=` takes a name, or a dict of name patterns. Ranks of one host are treated like all others: there is no hierarchical
-exchange yet.
+`auto` sums what may be summed, and else takes the one of the others with fewer bytes, if it saves at least 64 KiB (a
+round more must pay). With two ranks that is `gather`. Low-rank codecs use the tensor's shape and are not cut in
+chunks unasked. `exchange=` takes a name, or a dict of name patterns. Ranks of one host are treated like all others:
+there is no hierarchical exchange yet.
 
-With Horovod, all-to-all rows of neighboring tensors share messages of up to 1 MiB (PyTorch, and our TensorFlow tape); under
-the stock tape, and for tensors with a schedule, each goes alone.
+With Horovod, all-to-all rows of neighboring tensors share messages of up to 1 MiB (PyTorch, and our TensorFlow
+tape); under the stock tape, and for tensors with a schedule, each goes alone.
 
-`two_stage` keeps what its second encoding loses at the chunk's owner (`owner_residual`, as many elements as the tensor has,
-divided by N); `sparse_split` leaves what did not survive with the ranks that sent it. A region sends at least one entry, so
-`sparse_split` costs more than its share where a tensor has fewer than N entries to send."""
+`two_stage` keeps what its second encoding loses at the chunk's owner (`owner_residual`, as many elements as the
+tensor has, divided by N); `sparse_split` leaves what did not survive with the ranks that sent it. A region sends at
+least one entry, so `sparse_split` costs more than its share where a tensor has fewer than N entries to send."""
 FORMULA = (2, 4, 8, 16, 64, 256, 1024)
 
 
@@ -158,7 +158,7 @@ def page(measured: dict[int, list[dict[str, Any]]], transport: str, steps: int) 
               "## On real ranks", "",
               "Bytes are counted from what was really sent, tokens and step flag included; `+` is how much that is "
               f"more than the formula. Time is the median of {steps} steps, encoding and decoding included. All ranks "
-              "share one machine, so there is no wire to save: on it, dense is always faster.", "",
+              "share one machine: there is no wire to save.", "",
               "| codec | exchange | " + " | ".join(f"kB, N={n} | + | ms" for n in counts) + " |",
               "|---|---|" + "---:|---:|---:|" * len(counts)]
     for i, row in enumerate(measured[counts[0]]):
