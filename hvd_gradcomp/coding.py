@@ -129,10 +129,10 @@ class _Tensor:
 
 
 def _tensor(codec: Codec, ctx: Ctx) -> _Tensor:
-    known = ctx.buffers.get(codec)
+    known = ctx.buffers.get((codec, ctx.spec))
     if known is None:
         kernel = native.find(codec, ctx.spec) if ctx.ops.on_host else None
-        known = ctx.buffers[codec] = _Tensor(kernel, codec.layout(ctx.spec))
+        known = ctx.buffers[codec, ctx.spec] = _Tensor(kernel, codec.layout(ctx.spec))
     return known
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 from hvd_gradcomp.errors import SpecError
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from hvd_gradcomp.codecs.base import Codec
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """One tensor as a codec sees it: what decides payload sizes and randomness."""
 
     name: str

@@ -158,7 +158,7 @@ class Compression:
             return _dense(array.reshape(-1).astype(np.promote_types(array.dtype, np.float32)), self._comm.size)
         x = np.ascontiguousarray(array.reshape(-1), np.float32)
         ctx = Ctx(OPS, slot.spec, self._comm.size, self._comm.rank, self.plan.seed, state=slot.state,
-                  error_feedback=self.plan.error_feedback)
+                  error_feedback=self.plan.error_feedback, buffers=slot.buffers)
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
         return reduce_gradient(x, slot, ctx, stage=stage, loss_scale=None if scale is None else np.float32(scale))
 
