@@ -14,6 +14,7 @@ from hvd_gradcomp.codecs.base import Codec
 from hvd_gradcomp.errors import UsageError
 from hvd_gradcomp.exchange import choose
 from hvd_gradcomp.exchange.base import Exchange
+from hvd_gradcomp.memory import dgc as momentum
 from hvd_gradcomp.memory import error_feedback
 from hvd_gradcomp.ops.base import Array
 from hvd_gradcomp.policy import Policy
@@ -72,13 +73,15 @@ class Slot:
         """The exchange's name, or one for each stage."""
         return ", ".join(stage.exchange.name for stage in self.stages) or "horovod"
 
-    def state_layout(self, memory: bool, ranks: int) -> dict[str, tuple[int, str]]:
+    def state_layout(self, memory: bool, ranks: int, dgc: bool = False) -> dict[str, tuple[int, str]]:
         """Name to (length, dtype) of the state arrays this tensor needs, for all of its stages."""
         codecs = [stage.codec for stage in self.stages]
         layout: dict[str, tuple[int, str]] = {}
         memory = memory and not all(codec.lossless for codec in codecs)
         if memory:
             layout[error_feedback.STATE] = (self.spec.numel, "float32")
+        if dgc and codecs:
+            layout[momentum.VELOCITY] = (self.spec.numel, "float32")
         if len(codecs) > 1 or any(codec.uses_step for codec in codecs):
             layout["step"] = (1, "int32")
         for stage in self.stages:
@@ -97,10 +100,12 @@ class Plan:
     error_feedback: bool
     ranks: int
     """How many reduce together: with another number the plan is another one."""
+    dgc: bool = False
+    """Whether momentum is applied before compression, see ``memory/dgc.py``."""
 
     @classmethod
     def make(cls, specs: Iterable[TensorSpec], policy: Policy, *, ranks: int, exchange: Exchanges = "auto",
-             seed: int = 0, error_feedback: bool = True,
+             seed: int = 0, error_feedback: bool = True, dgc: bool = False,
              refuse: Callable[[TensorSpec], str] = lambda spec: "") -> Plan:
         """Choose for every tensor. ``refuse`` gives an adapter's own reasons not to compress one."""
         slots: dict[str, Slot] = {}
@@ -115,7 +120,7 @@ class Plan:
             codecs = schedule.codecs if schedule else ()
             stages = tuple(Stage(each, choose(each, spec, ranks, _requested(exchange, spec))) for each in codecs)
             slots[spec.name] = Slot(spec, schedule, stages, reason)
-        return cls(slots, policy, exchange, seed, error_feedback, ranks)
+        return cls(slots, policy, exchange, seed, error_feedback, ranks, dgc)
 
     @property
     def compresses(self) -> bool:
@@ -124,14 +129,15 @@ class Plan:
 
     def allocate(self, slot: Slot, allocate: Allocate) -> None:
         """Give a slot the state arrays it still lacks."""
-        for name, (length, dtype) in slot.state_layout(self.error_feedback, self.ranks).items():
+        for name, (length, dtype) in slot.state_layout(self.error_feedback, self.ranks, self.dgc).items():
             if name not in slot.state:
                 slot.state[name] = allocate(name, length, dtype)
 
     def describe(self) -> list[Any]:
         """Everything that ranks must agree on, as JSON values: settings, then a row per tensor."""
         settings = {"version": __version__, "codec": str(self.policy), "exchange": self.exchange,
-                    "min_size": self.policy.min_size, "seed": self.seed, "error_feedback": self.error_feedback}
+                    "min_size": self.policy.min_size, "seed": self.seed, "error_feedback": self.error_feedback,
+                    "dgc": self.dgc}
         rows = [[slot.spec.name, list(slot.spec.shape), slot.spec.dtype, slot.codec_text, slot.exchange_text]
                 for slot in self.slots.values()]
         return [settings, *rows]

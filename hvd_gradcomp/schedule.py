@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hvd_gradcomp.codecs.base import Codec, is_int
+from hvd_gradcomp.codecs.base import Codec, is_int, is_number
 from hvd_gradcomp.errors import SpecError
 from hvd_gradcomp.spec import parse
 
@@ -75,3 +75,43 @@ def warmup(spec: str | Codec, steps: int, *, begin: int = 0, ratios: Sequence[fl
         stages[begin + i * steps // len(ratios)] = codec
     stages[begin + steps] = final
     return schedule(stages)
+
+
+def dgc(ratio: float, *, warmup_steps: int = 0, warmup_schedule: Sequence[float] | None = None, begin_step: int = 0,
+        value_codec: str | Codec | None = None, threshold: str = "exact") -> Schedule | Codec:
+    """The stages of Deep Gradient Compression: dense, warm-up, then ``ratio`` for good.
+
+    Args:
+        ratio: share of the entries that is sent; from 1 on everything is, dense.
+        warmup_steps: number of steps over which the equally long stages of the warm-up go; 0 for none.
+        warmup_schedule: kept ratios of these stages; by default those of :data:`DGC_RATIOS` above ``ratio``.
+        begin_step: the step before which everything is dense.
+        value_codec: encodes the kept values, such as ``"uniform(bits=8)"``.
+        threshold: how the entries are found, see ``topk``.
+
+    Raises:
+        SpecError: an argument that cannot be, by its name.
+    """
+    for name, value in [("ratio", ratio), *(("warmup_schedule", each) for each in warmup_schedule or ())]:
+        if not is_number(value) or not value > 0:
+            raise SpecError(f"{name} must be above 0, not {value!r}")
+    ratios = tuple(r for r in DGC_RATIOS if r > ratio) if warmup_schedule is None else tuple(warmup_schedule)
+    if not is_int(begin_step, 0):
+        raise SpecError(f"begin_step must be a whole number from 0, not {begin_step!r}")
+    if not is_int(warmup_steps, 0) or 0 < warmup_steps < len(ratios):
+        raise SpecError(f"warmup_steps must be 0 or a whole number from {len(ratios)}, the number of stages in the "
+                        f"warm-up, not {warmup_steps!r}")
+    begins = {begin_step + i * warmup_steps // len(ratios): r for i, r in enumerate(ratios)} if warmup_steps else {}
+    stages = {0: parse("none")}
+    for begin, kept in {**begins, begin_step + warmup_steps: ratio}.items():
+        codec = _topk(kept, threshold, value_codec)
+        if codec != stages[max(stages)]:
+            stages[begin] = codec
+    return schedule(stages) if len(stages) > 1 else stages[0]
+
+
+def _topk(ratio: float, threshold: str, value_codec: str | Codec | None) -> Codec:
+    if ratio >= 1:
+        return parse("none")
+    spec = f"topk(ratio={float(ratio)!r}, threshold={threshold!r})"
+    return parse(spec if value_codec is None else f"{spec} + {value_codec}")

@@ -11,6 +11,7 @@ from hvd_gradcomp.codecs.base import Ctx
 from hvd_gradcomp.errors import UsageError
 from hvd_gradcomp.exchange.base import Commit, Flow, Send, wire_bytes
 from hvd_gradcomp.flow import reduce_gradient
+from hvd_gradcomp.memory import Momentum
 from hvd_gradcomp.ops.base import Array, Ops
 from hvd_gradcomp.plan import Plan, Slot
 from hvd_gradcomp.policy import Policy
@@ -32,7 +33,7 @@ class LocalWorld:
 
     def __init__(self, spec: Any, shapes: Mapping[str, Sequence[int]], ranks: int, *, ops: Ops | None = None,
                  exchange: str = "auto", min_size: int = 0, seed: int = 0, error_feedback: bool = True,
-                 state: Callable[[Array], Array] = lambda array: array) -> None:
+                 dgc: bool = False, state: Callable[[Array], Array] = lambda array: array) -> None:
         if ops is None:
             from hvd_gradcomp.ops.numpy import NumpyOps
 
@@ -42,16 +43,17 @@ class LocalWorld:
         """What one rank has received so far, counted from what was really sent."""
         specs = [TensorSpec(name, tuple(shape)) for name, shape in shapes.items()]
         self.plans = [Plan.make(specs, Policy.make(spec, min_size), ranks=ranks, exchange=exchange, seed=seed,
-                                error_feedback=error_feedback) for _ in range(ranks)]
+                                error_feedback=error_feedback, dgc=dgc) for _ in range(ranks)]
         for plan in self.plans:
             for slot in plan.slots.values():
                 plan.allocate(slot, lambda name, length, dtype: state(ops.zeros((length,), dtype)))
 
-    def step(self, grads: Sequence[Mapping[str, Array]], *,
-             loss_scale: float | None = None) -> list[dict[str, Array]]:
+    def step(self, grads: Sequence[Mapping[str, Array]], *, loss_scale: float | None = None,
+             sgd: Momentum | None = None) -> list[dict[str, Array]]:
         """Reduce one step's gradients; ``grads[rank][name]`` in and out, out being the mean.
 
-        An uncompressed tensor is averaged in float32. A non-finite value anywhere voids the step.
+        ``sgd`` is what a world with ``dgc`` does with each gradient. An uncompressed tensor is averaged
+        in float32. A non-finite value anywhere voids the step.
         """
         names = list(self.plans[0].slots)
         flat = [{name: self.ops.reshape(grads[rank][name], (-1,)) for name in names} for rank in range(self.ranks)]
@@ -72,7 +74,7 @@ class LocalWorld:
             else:
                 results = self.run([
                     reduce_gradient(flat[rank][name], slot, self.ctx(rank, name), stage=self._stage(slot),
-                                    loss_scale=loss_scale) for rank, slot in enumerate(slots)], verdict)
+                                    loss_scale=loss_scale, sgd=sgd) for rank, slot in enumerate(slots)], verdict)
             for rank, result in enumerate(results):
                 outs[rank][name] = self.ops.reshape(result, slots[rank].spec.shape)
         return outs
@@ -128,6 +130,23 @@ class LocalWorld:
             for result in results:
                 result[name] = total
         return results
+
+
+def alone(ops: Ops, flow: Flow, verdict: Array) -> Array:
+    """Drive the flow of a world of one rank to its end: what it sends is what comes back."""
+    answer: Any = None
+    while True:
+        try:
+            request = flow.send(answer)
+        except StopIteration as end:
+            return end.value
+        if isinstance(request, Commit):
+            answer = verdict
+            continue
+        # Copies, as from any transport: a payload may be the gradient itself, whose storage the mean goes to.
+        answer = {name: ops.concat([array]) for name, array in request.parts.items()}
+        if request.how in ("gather", "all_to_all"):
+            answer = {name: ops.reshape(array, (1, int(array.shape[0]))) for name, array in answer.items()}
 
 
 def _shape_of(request: Send | Commit) -> str:

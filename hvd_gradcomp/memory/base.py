@@ -23,6 +23,10 @@ class Memory(ABC):
     def settle(self, sent: Array, ok: Array) -> None:
         """Keep what is not in ``sent``, float32 ``[numel]``, if the step counts (``ok``: ``(1,)``, 0 or 1)."""
 
+    def result(self, mean: Array, ok: Array) -> Array:
+        """What the optimizer is given in place of ``mean``, float32 ``[numel]``, which is used up."""
+        return mean
+
     @abstractmethod
     def part(self, start: int, stop: int) -> Memory:
         """A stretch of the tensor, to load from; what is kept is settled as a whole."""
