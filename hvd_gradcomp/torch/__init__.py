@@ -6,6 +6,7 @@ require.framework("torch", "torch")
 require.horovod("horovod.torch")
 
 from hvd_gradcomp.torch.compression import Compression  # noqa: E402
+from hvd_gradcomp.torch.dgc import DGCOptimizer  # noqa: E402
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer  # noqa: E402
 
-__all__ = ["Compression", "DistributedOptimizer"]
+__all__ = ["Compression", "DGCOptimizer", "DistributedOptimizer"]

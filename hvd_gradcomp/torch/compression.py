@@ -11,11 +11,12 @@ import torch
 
 from hvd_gradcomp import agreement, state, stats, token, unused
 from hvd_gradcomp.codecs.base import Ctx
-from hvd_gradcomp.collectives import hvd_torch
+from hvd_gradcomp.collectives import hvd_torch, local
 from hvd_gradcomp.collectives.hvd_torch import Bucket, OpenExchange, hvd
 from hvd_gradcomp.errors import UsageError
-from hvd_gradcomp.exchange.base import BUCKET, wire_bytes
+from hvd_gradcomp.exchange.base import BUCKET, Flow, wire_bytes
 from hvd_gradcomp.flow import reduce_gradient
+from hvd_gradcomp.memory import Momentum
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.plan import Exchanges, Plan, Slot
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
@@ -66,6 +67,8 @@ class Compression:
             are kept divided by it.
         seed: of the stochastic codecs.
         error_feedback: keep what was not sent and add it to the next gradient.
+        sgd: gives what the optimizer does with a parameter's gradient, which is then done before
+            compression: for :func:`hvd_gradcomp.torch.DGCOptimizer`.
 
     Raises:
         SpecError: a spec, exchange or min_size that cannot be.
@@ -80,16 +83,18 @@ class Compression:
     def __init__(self, compression: Any,
                  named_parameters: Iterable[tuple[str, torch.nn.Parameter]], *, exchange: Exchanges = "auto",
                  min_size: int = DEFAULT_MIN_SIZE, process_set: Any = hvd.global_process_set,
-                 loss_scale: LossScale = None, seed: int = 0, error_feedback: bool = True) -> None:
+                 loss_scale: LossScale = None, seed: int = 0, error_feedback: bool = True,
+                 sgd: Callable[[torch.nn.Parameter], Momentum] | None = None) -> None:
         named = _named(named_parameters)
         complex_names = {name for name, param in named if param.is_complex()}
         self.plan = Plan.make(
             [TensorSpec(name, tuple(param.shape), str(param.dtype).removeprefix("torch.")) for name, param in named],
             Policy.make(compression, min_size), ranks=process_set.size() or 1,
-            exchange=exchange, seed=seed, error_feedback=error_feedback,
+            exchange=exchange, seed=seed, error_feedback=error_feedback, dgc=sgd is not None,
             refuse=lambda spec: "complex dtype" if spec.name in complex_names else "")
         self.process_set = process_set
         self.loss_scale = loss_scale
+        self.sgd = sgd
         self._bound = {name: _Bound(self.plan.slots[name], param) for name, param in named}
         self._by_param = {id(b.param): b for b in self._bound.values()}
         self._by_grad: dict[int, _Bound] = {}
@@ -97,6 +102,8 @@ class Compression:
         for b in self._bound.values():
             if b.param.requires_grad:
                 b.param.register_post_accumulate_grad_hook(self._remember)  # type: ignore[no-untyped-call]
+        self.new_gradients = False
+        """Whether a gradient was accumulated since the last step was finished."""
         self._called = False
         self._name = ""  # prefix of our collectives, once the ranks agreed
         self._ranks: list[int] = []
@@ -187,27 +194,29 @@ class Compression:
         return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
     def _compressed(self, b: _Bound, tensor: torch.Tensor) -> torch.Tensor:
-        slot = b.slot
-        if b.ops.device != tensor.device:
-            b.ops = TorchOps(tensor.device)
-            slot.state = {key: array.to(tensor.device) for key, array in slot.state.items()}
-        self.plan.allocate(slot, lambda name, length, dtype: b.ops.zeros((length,), dtype))
-        b.version = tensor._version
-        # By logical index, so that ranks with different memory layouts mean the same elements; no
-        # copy for a contiguous float32 gradient.
-        x = tensor.detach().reshape(-1).contiguous().float()
-        self._watch(b, x)
-        if b.stage + 1 < len(slot.stages):  # in the last stage nothing is looked up, so no device waits
-            assert slot.schedule is not None
-            b.stage = slot.schedule.stage(int(slot.state["step"][0]))
-        ctx = Ctx(b.ops, slot.spec, len(self._ranks), self.process_set.rank(), self.plan.seed, state=slot.state,
-                  error_feedback=self.plan.error_feedback, buffers=slot.buffers)
-        flow = reduce_gradient(x, slot, ctx, stage=b.stage, loss_scale=self._scale(), output=lambda: self._output(b, x))
-        b.exchange = OpenExchange(f"{self._name}.{slot.spec.name}.{b.stage}", flow, self.process_set, b.bucket)
+        flow = self._flow(b, tensor, len(self._ranks), self.process_set.rank())
+        b.exchange = OpenExchange(f"{self._name}.{b.slot.spec.name}.{b.stage}", flow, self.process_set, b.bucket)
         self._running.append(b.exchange)
         hvd_torch.poll(self._running)
         assert self._token is not None
         return self._token.to(tensor.device, copy=True)
+
+    def _flow(self, b: _Bound, tensor: torch.Tensor, ranks: int, rank: int) -> Flow:
+        """The way of a gradient, not begun yet."""
+        slot = b.slot
+        self._allocate(b, tensor.device)
+        b.version = tensor._version
+        # By logical index, so that ranks with different memory layouts mean the same elements; no
+        # copy for a contiguous float32 gradient.
+        x = _flat(tensor)
+        self._watch(b, x)
+        if b.stage + 1 < len(slot.stages):  # in the last stage nothing is looked up, so no device waits
+            assert slot.schedule is not None
+            b.stage = slot.schedule.stage(int(slot.state["step"][0]))
+        ctx = Ctx(b.ops, slot.spec, ranks, rank, self.plan.seed, state=slot.state,
+                  error_feedback=self.plan.error_feedback, buffers=slot.buffers)
+        return reduce_gradient(x, slot, ctx, stage=b.stage, loss_scale=self._scale(),
+                               sgd=self.sgd(b.param) if self.sgd else None, output=lambda: self._output(b, x))
 
     def _watch(self, b: _Bound, x: torch.Tensor) -> None:
         """Note a gradient for the step flag: its largest magnitude is finite exactly if all of it is."""
@@ -216,16 +225,21 @@ class Compression:
 
     def _start_flag(self) -> None:
         """One verdict for the whole step: is everything finite on every rank?"""
+        self._flag = hvd.allreduce_async(self._finite(), name=f"{self._name}.flag", op=hvd.Min,
+                                         process_set=self.process_set)
+
+    def _finite(self) -> torch.Tensor:
+        """Whether everything that was watched in this step is finite, float32 ``(1,)``."""
         device = self._magnitudes[0].device if self._magnitudes else torch.device("cpu")
         # Finite in their own dtype: what float64 holds may be infinite in float32.
         finite = [m if m.dtype == torch.float32 and m.device == device else
                   torch.where(torch.isfinite(m), 0.0, float("inf")).to(device, torch.float32) for m in self._magnitudes]
-        mine = torch.isfinite(torch.cat(finite)).all().reshape(1).float() if finite else torch.ones(1)
-        self._flag = hvd.allreduce_async(mine, name=f"{self._name}.flag", op=hvd.Min, process_set=self.process_set)
         self._magnitudes = []
+        return torch.isfinite(torch.cat(finite)).all().reshape(1).float() if finite else torch.ones(1)
 
     def _finish(self) -> None:
         """Finish all exchanges of the step, once: wait for the rounds and the verdict, settle, decode."""
+        self.new_gradients = False
         if not self._open:
             if self._verdict is None:  # every gradient of this step is sparse
                 self._verdict = torch.ones(1)
@@ -266,6 +280,30 @@ class Compression:
         private = x.data_ptr() != grad.data_ptr() or self._sharers[_storage(grad)] == 1
         return x.zero_() if private else torch.zeros_like(x)
 
+    def step_alone(self, sparse_as_dense: bool = False) -> None:
+        """For a rank that exchanges with nobody, where Horovod calls no compressor: put into every
+        ``param.grad`` what one step's ``compress`` and ``decompress`` over a single rank would give."""
+        self._called, self.new_gradients = True, False
+        bound = [b for b in self._bound.values() if b.param.grad is not None]
+        self._magnitudes = []
+        flows = []
+        for b in bound:
+            if sparse_as_dense and _is_sparse(b.param):
+                b.param.grad = b.param.grad.to_dense()  # type: ignore[union-attr]
+            b.grad = b.param.grad
+            assert b.grad is not None
+            if b.slot.codec is not None and not b.grad.is_sparse:
+                flows.append((b, self._flow(b, b.grad, 1, 0)))
+            else:
+                self._watch(b, b.grad._values() if b.grad.is_sparse else b.grad)
+        verdict = self._finite()
+        self._sharers = Counter(_storage(b.grad) for b, _ in flows if b.grad is not None)
+        for b, flow in flows:
+            b.param.grad = self._into_gradient(b, local.alone(b.ops, flow, verdict.to(b.ops.device)))
+            b.steps[b.stage] += 1
+        for b in bound:
+            b.grad = None
+
     def _into_gradient(self, b: _Bound, mean: torch.Tensor) -> torch.Tensor:
         grad = b.grad
         assert grad is not None
@@ -281,6 +319,7 @@ class Compression:
     def _remember(self, param: torch.Tensor) -> None:
         """Runs just before Horovod's own hook of the same parameter."""
         self._last = self._by_param[id(param)]
+        self.new_gradients = True
         self._verdict = None  # a new step has begun
 
     def _find(self, tensor: torch.Tensor) -> _Bound:
@@ -371,6 +410,11 @@ class Compression:
                                "reason": "sparse gradient: Horovod gathers it"}
         return stats.summary(self.plan, ranks, {name: b.steps for name, b in self._bound.items()}, extra, overhead)
 
+    def parameters(self) -> list[tuple[Slot, torch.nn.Parameter]]:
+        """The compressed parameters with their slots, whose state arrays exist."""
+        self._allocate_all()
+        return [(b.slot, b.param) for b in self._bound.values() if b.slot.codec is not None]
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and codec state: tensors and plain values, for one file per rank."""
         self._allocate_all()
@@ -389,15 +433,18 @@ class Compression:
 
     def _allocate_all(self) -> None:
         for b in self._bound.values():
-            self.plan.allocate(b.slot, _allocator(b.ops))
+            self._allocate(b, b.ops.device)
+
+    def _allocate(self, b: _Bound, device: torch.device) -> None:
+        """State arrays on the gradient's device."""
+        if b.ops.device != device:
+            b.ops = TorchOps(device)
+            b.slot.state = {key: array.to(device) for key, array in b.slot.state.items()}
+        self.plan.allocate(b.slot, lambda name, length, dtype: b.ops.zeros((length,), dtype))
 
 
 def _was_used(compression: Compression | None) -> bool:
     return compression is None or compression._called
-
-
-def _allocator(ops: TorchOps) -> Callable[[str, int, str], torch.Tensor]:
-    return lambda name, length, dtype: ops.zeros((length,), dtype)
 
 
 def _named(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
@@ -409,6 +456,11 @@ def _named(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[t
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor)):
             raise UsageError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives")
     return named
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """float32 ``[numel]`` by logical index, the tensor's own storage where that is possible."""
+    return tensor.detach().reshape(-1).contiguous().float()
 
 
 def _is_sparse(param: torch.Tensor) -> bool:
