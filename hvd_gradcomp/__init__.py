@@ -1,7 +1,7 @@
 """Gradient compression for the Horovod you already have.
 
-The adapters are ``hvd_gradcomp.torch`` and ``hvd_gradcomp.tensorflow``; this module imports no
-framework.
+The adapters are ``hvd_gradcomp.torch``, ``hvd_gradcomp.tensorflow`` and ``hvd_gradcomp.keras``; this
+module imports no framework.
 """
 
 from hvd_gradcomp.codecs.base import Codec

@@ -26,3 +26,16 @@ def horovod(module: str) -> ModuleType:
         return import_module(module)
     except Exception as error:  # Horovod raises its own errors where a framework's library is missing
         raise MissingDependencyError(f"cannot import {module}. {_HOROVOD}. ({error})") from error
+
+
+def keras3() -> None:
+    """Raise MissingDependencyError unless Keras is version 3 on the TensorFlow backend."""
+    keras = framework("keras", "tensorflow")
+    if int(keras.__version__.partition(".")[0]) < 3:
+        raise MissingDependencyError(
+            f"hvd_gradcomp.keras needs Keras 3, not {keras.__version__}: pass compression= to Horovod's own "
+            "horovod.tensorflow.keras.DistributedOptimizer, which reduces the gradients of Keras 2 and tf_keras")
+    if keras.config.backend() != "tensorflow":
+        raise MissingDependencyError(
+            f"hvd_gradcomp.keras needs the TensorFlow backend of Keras, not {keras.config.backend()!r}: set "
+            "KERAS_BACKEND=tensorflow before keras is imported")

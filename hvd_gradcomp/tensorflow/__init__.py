@@ -6,6 +6,7 @@ require.framework("tensorflow", "tensorflow")
 require.horovod("horovod.tensorflow")
 
 from hvd_gradcomp.tensorflow.compression import Compression  # noqa: E402
+from hvd_gradcomp.tensorflow.dgc import DGCOptimizer  # noqa: E402
 from hvd_gradcomp.tensorflow.tape import DistributedGradientTape  # noqa: E402
 
-__all__ = ["Compression", "DistributedGradientTape"]
+__all__ = ["Compression", "DGCOptimizer", "DistributedGradientTape"]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_gradcomp import state, stats, unused
-from hvd_gradcomp.codecs.base import Codec
 from hvd_gradcomp.collectives.hvd_tensorflow import hvd
 from hvd_gradcomp.errors import UsageError
 from hvd_gradcomp.exchange.base import wire_bytes
+from hvd_gradcomp.memory import Momentum
 from hvd_gradcomp.memory import error_feedback as memory
 from hvd_gradcomp.plan import Exchanges
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
@@ -42,7 +42,7 @@ class Compression:
     run time as ``tf.errors.InvalidArgumentError``.
 
     Args:
-        compression: spec string or codec.
+        compression: spec string or codec; or different ones by layer or by step, see :meth:`Policy.make`.
         variables: the trainable variables, of Keras 3, tf_keras or TensorFlow. Stock Horovod does
             not say which variable a gradient belongs to: there, list those that get a dense
             gradient in the order of the sources.
@@ -54,6 +54,8 @@ class Compression:
             one): residuals are kept divided by it.
         seed: of the stochastic codecs.
         error_feedback: keep what was not sent and add it to the next gradient.
+        sgd: gives what the optimizer does with a variable's gradient, which is then done before
+            compression: for the DGC optimizers. Without Horovod's tape, through :attr:`step` alone.
 
     Raises:
         SpecError: a spec, exchange or min_size that cannot be.
@@ -65,12 +67,12 @@ class Compression:
     fp16 = hvd.Compression.fp16
     """Horovod's own ``hvd.Compression.fp16``: a plain cast, without error feedback or scaling."""
 
-    def __init__(self, compression: str | Codec, variables: Iterable[Any], *, exchange: Exchanges = "auto",
+    def __init__(self, compression: Any, variables: Iterable[Any], *, exchange: Exchanges = "auto",
                  min_size: int = DEFAULT_MIN_SIZE, process_set: Any = None, loss_scale: Any = None, seed: int = 0,
-                 error_feedback: bool = True) -> None:
+                 error_feedback: bool = True, sgd: Callable[[tf.Variable], Momentum] | None = None) -> None:
         policy = Policy.make(compression, min_size)
         engine = Engine(variables, policy, exchange=exchange, process_set=global_set(process_set),
-                        loss_scale=loss_scale, seed=seed, error_feedback=error_feedback)
+                        loss_scale=loss_scale, seed=seed, error_feedback=error_feedback, sgd=sgd)
         self.engine = engine
         self.step = StepReducer(engine)
         """Reduces all gradients of a step at once: for our tape and other wrappers."""

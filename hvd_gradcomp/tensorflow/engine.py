@@ -12,11 +12,12 @@ import tensorflow as tf
 
 from hvd_gradcomp import agreement
 from hvd_gradcomp.codecs.base import Ctx
-from hvd_gradcomp.collectives import hvd_tensorflow
+from hvd_gradcomp.collectives import hvd_tensorflow, local
 from hvd_gradcomp.collectives.hvd_tensorflow import hvd
 from hvd_gradcomp.errors import UsageError
 from hvd_gradcomp.exchange.base import Flow
 from hvd_gradcomp.flow import reduce_gradient
+from hvd_gradcomp.memory import Momentum
 from hvd_gradcomp.ops.tensorflow import TensorflowOps
 from hvd_gradcomp.plan import Exchanges, Plan, Slot
 from hvd_gradcomp.policy import Policy
@@ -38,8 +39,12 @@ class Bound:
 
     index: int
     slot: Slot
-    dtype: tf.DType
+    variable: tf.Variable
     steps: tf.Variable
+
+    @property
+    def dtype(self) -> tf.DType:
+        return self.variable.dtype
 
     def stage(self) -> tf.Tensor:
         """Index of the stage that the next reduction is in, int32 ``()``."""
@@ -56,8 +61,9 @@ class Engine:
     one tensor's ops only (a shared one would make the exchanges run one after another)."""
 
     def __init__(self, variables: Iterable[Any], policy: Policy, *, exchange: Exchanges, process_set: Any,
-                 loss_scale: Any, seed: int, error_feedback: bool) -> None:
-        if tf.inside_function():
+                 loss_scale: Any, seed: int, error_feedback: bool,
+                 sgd: Callable[[tf.Variable], Momentum] | None = None) -> None:
+        if not tf.executing_eagerly():  # tf.init_scope() is eager
             raise UsageError("create the Compression once, outside of any tf.function: its residuals must outlive "
                              "the step")
         listed = list(variables)
@@ -70,16 +76,18 @@ class Engine:
             [TensorSpec(name, tuple(tensor.shape), tensor.dtype.name)
              for name, tensor in zip(names, tensors, strict=True)], policy,
             ranks=process_set.size() or 1, exchange=exchange, seed=seed, error_feedback=error_feedback,
+            dgc=sgd is not None,
             refuse=lambda spec: "" if dtypes[spec.name].is_floating else f"dtype {dtypes[spec.name].name}")
         self.process_set = process_set
         self.loss_scale = loss_scale
+        self.sgd = sgd
         self.name = ""
         """Prefix of our collectives; empty until the ranks have agreed."""
         self.bounds: list[Bound] = []
-        for slot in self.plan.slots.values():
+        for slot, tensor in zip(self.plan.slots.values(), tensors, strict=True):
             self.plan.allocate(slot, _allocate)
             steps = _allocate("steps", max(len(slot.stages), 1), "int64")
-            self.bounds.append(Bound(len(self.bounds), slot, dtypes[slot.spec.name], steps))
+            self.bounds.append(Bound(len(self.bounds), slot, tensor, steps))
         self._by_ref = {tensor.ref(): bound for tensor, bound in zip(tensors, self.bounds, strict=True)}
         if len(self._by_ref) != len(listed):
             raise UsageError("a variable was given twice in variables=")
@@ -127,17 +135,21 @@ class Engine:
         """The means over ranks, float32 in the variables' shapes; NaN if the verdict, float32 ``(1,)``, is 0.
 
         A schedule's stages are the branches of one switch, since their payloads differ in size.
+        A rank that exchanges with nobody runs a world of one.
 
         Args:
             inputs: variable, stage, and ``x`` from :meth:`flat`.
             scope: begins the names of the collectives.
         """
-        scale = self._scale()
+        scale = self.scale()
 
         def run(stages: dict[str, tuple[Bound, tf.Tensor, int]]) -> dict[str, tf.Tensor]:
             flows = {f"{scope}.{label}.{number}": self._flow(bound, x, number, scale)
                      for label, (bound, x, number) in stages.items()}
-            means = hvd_tensorflow.run(flows, self.process_set, verdict)
+            if self.exchanges:
+                means = hvd_tensorflow.run(flows, self.process_set, verdict)
+            else:
+                means = {name: local.alone(OPS, flow, verdict) for name, flow in flows.items()}
             return {label: tf.reshape(means[f"{scope}.{label}.{number}"], bound.slot.spec.shape)
                     for label, (bound, _, number) in stages.items()}
 
@@ -152,15 +164,17 @@ class Engine:
 
     def _flow(self, bound: Bound, x: tf.Tensor, stage: int, loss_scale: tf.Tensor | None) -> Flow:
         slot, plan = bound.slot, self.plan
-        ctx = Ctx(OPS, slot.spec, self.size, int(self.process_set.rank()), plan.seed, state=slot.state,
-                  error_feedback=plan.error_feedback)
-        return reduce_gradient(x, slot, ctx, stage=stage, loss_scale=loss_scale)
+        ranks, rank = (self.size, int(self.process_set.rank())) if self.exchanges else (1, 0)
+        ctx = Ctx(OPS, slot.spec, ranks, rank, plan.seed, state=slot.state, error_feedback=plan.error_feedback)
+        return reduce_gradient(x, slot, ctx, stage=stage, loss_scale=loss_scale,
+                               sgd=self.sgd(bound.variable) if self.sgd else None)
 
     def label(self, bound: Bound) -> str:
         """A variable's name as Horovod's ops may carry it: unique by its number."""
         return f"{bound.index}." + re.sub(r"[^A-Za-z0-9_.]", "_", bound.slot.spec.name)
 
-    def _scale(self) -> tf.Tensor | None:
+    def scale(self) -> tf.Tensor | None:
+        """What the loss is multiplied by now, float32; None for 1."""
         scale = self.loss_scale
         if scale is None:
             return None

@@ -54,11 +54,13 @@ class StepReducer:
         check_op(op, predivide)
         engine = self._engine
         bounds = [engine.bound(variable) for variable in variables]
-        if not engine.exchanges or not bounds:
-            return list(grads)
-        self.used = True
+        if not bounds:
+            return []
         if sparse_as_dense:
             grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+        if not engine.exchanges:
+            return self._alone(grads, bounds) if engine.plan.dgc else list(grads)
+        self.used = True
         engine.agree()
         grads = self._alike(grads, bounds)
         reduce = self._traced if tf.executing_eagerly() else self._reduce
@@ -80,6 +82,22 @@ class StepReducer:
                         else self._dense(x, bound, grad.dtype, op, predivide, scope, verdict))
                 for x, bound, stage, grad in each]
 
+    def _alone(self, grads: Sequence[Gradient], bounds: list[Bound]) -> list[Gradient]:
+        """What one rank makes of its own gradients: DGC is an optimizer, not only an exchange."""
+        inputs = [self._prepare(grad, bound) for grad, bound in zip(grads, bounds, strict=True)]
+        verdict = _finite(inputs)
+
+        def one(grad: Gradient, x: Gradient, bound: Bound) -> Gradient:
+            if grad is None or isinstance(grad, tf.IndexedSlices):
+                return grad
+            if bound.slot.codec is None:
+                return OPS.poison(grad, verdict)
+            stage = bound.stage()
+            mean, = self._engine.reduce([(bound, stage, x)], verdict, "alone")
+            return counted(bound, stage, tf.cast(mean, grad.dtype))
+
+        return [one(grad, x, bound) for grad, x, bound in zip(grads, inputs, bounds, strict=True)]
+
     def _prepare(self, grad: Gradient, bound: Bound) -> Gradient:
         """What is exchanged: slices, or a vector."""
         if grad is None:
@@ -89,11 +107,9 @@ class StepReducer:
         return self._engine.flat(bound, grad) if bound.slot.codec is not None else wire.pack(bound, grad)
 
     def _verdict(self, inputs: list[Gradient], scope: str) -> tf.Tensor:
-        finite = [OPS.all_finite(x.values if isinstance(x, tf.IndexedSlices) else x) for x in inputs if x is not None]
-        if not self._engine.plan.compresses or not finite:  # no state to keep, and NaNs spread by themselves
-            return tf.ones((1,))
-        return hvd_tensorflow.allreduce(tf.reduce_min(tf.stack(finite), 0), hvd.Min, f"{scope}.verdict",
-                                        self._engine.process_set)
+        if not self._engine.plan.compresses or all(x is None for x in inputs):
+            return tf.ones((1,))  # no state to keep, and NaNs spread by themselves
+        return hvd_tensorflow.allreduce(_finite(inputs), hvd.Min, f"{scope}.verdict", self._engine.process_set)
 
     def _mean(self, mean: tf.Tensor, dtype: tf.DType, op: Any) -> tf.Tensor:
         return tf.cast(mean * float(self._engine.size) if op == hvd.Sum else mean, dtype)
@@ -144,6 +160,12 @@ def check_op(op: Any, predivide: float) -> None:
         raise SpecError("gradients are reduced with op=Average or op=Sum")
     if predivide != 1.0 and op != hvd.Average:
         raise SpecError("gradient_predivide_factor splits the division of op=Average; op=Sum has none")
+
+
+def _finite(inputs: list[Gradient]) -> tf.Tensor:
+    """float32 ``(1,)``: 1 if all that is there is finite."""
+    parts = [OPS.all_finite(x.values if isinstance(x, tf.IndexedSlices) else x) for x in inputs if x is not None]
+    return tf.reduce_min(tf.stack([*parts, tf.ones((1,))]), 0)
 
 
 def _common(kinds: Sequence[int]) -> int:

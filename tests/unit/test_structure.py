@@ -4,12 +4,13 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import hvd_gradcomp
-from hvd_gradcomp import agreement
-from hvd_gradcomp.errors import DisagreementError, UsageError
+from hvd_gradcomp import agreement, require
+from hvd_gradcomp.errors import DisagreementError, MissingDependencyError, UsageError
 from hvd_gradcomp.plan import Plan, differences
 from hvd_gradcomp.policy import Policy
 from hvd_gradcomp.spec import TensorSpec
@@ -30,6 +31,7 @@ LAYERS = [
     {"flow", "stats", "agreement", "state", "token", "unused", "require"},
     {"collectives"},
     {"torch", "tensorflow", "mpi", "cli", "__main__", "__init__"},
+    {"keras"},
 ]
 # spec.parse makes codecs: the one way up, inside functions, so that importing stays one-way.
 ALLOWED = {("spec", "codecs")}
@@ -80,6 +82,7 @@ def test_importing_the_package_imports_no_framework() -> None:
 
 @pytest.mark.parametrize(("blocked", "adapter", "says"), [
     ("horovod", "torch", "docker/build-horovod.sh"), ("horovod", "tensorflow", "docker/build-horovod.sh"),
+    ("horovod", "keras", "docker/build-horovod.sh"), ("keras", "keras", "hvd-gradcomp[tensorflow]"),
     ("torch", "torch", "hvd-gradcomp[torch]"), ("tensorflow", "tensorflow", "hvd-gradcomp[tensorflow]"),
     ("mpi4py", "mpi", "hvd-gradcomp[mpi]")])
 def test_a_missing_dependency_is_said_with_its_remedy(blocked: str, adapter: str, says: str) -> None:
@@ -87,6 +90,16 @@ def test_a_missing_dependency_is_said_with_its_remedy(blocked: str, adapter: str
             f"try:\n    import hvd_gradcomp.{adapter}\nexcept ImportError as error:\n    print(error)\n")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert says in out.stdout
+
+
+@pytest.mark.parametrize(("version", "backend", "says"), [
+    ("2.15.0", "tensorflow", r"horovod\.tensorflow\.keras\.DistributedOptimizer"),
+    ("3.9.0", "jax", "KERAS_BACKEND=tensorflow")])
+def test_another_keras_is_refused(version: str, backend: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(backend=lambda: backend)
+    monkeypatch.setitem(sys.modules, "keras", SimpleNamespace(__version__=version, config=config))
+    with pytest.raises(MissingDependencyError, match=says):
+        require.keras3()
 
 
 def plan(names: str = "ab", codec: str = "sign", shape: tuple[int, ...] = (4,), **options) -> Plan:
