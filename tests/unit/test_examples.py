@@ -1,5 +1,6 @@
 """The examples' data and command lines. Their training is what ``make demo`` runs."""
 
+import gzip
 import importlib
 import subprocess
 import sys
@@ -18,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def examples_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a script that is started from there."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    for name in ("common", "compare", "data", "launch"):
+    for name in ("common", "compare", "data", "launch", "text"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -96,7 +97,51 @@ def test_wrong_options_end_with_the_reason(option: str, value: str, expected: st
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["pytorch_mnist.py", "tensorflow2_mnist.py", "mpi_numpy.py", "compare.py"])
+def test_fashion_mnist_is_taken_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = example("data")
+    monkeypatch.setattr(data, "FASHION", tmp_path / "absent")
+    assert data.load_best()[0] == "MNIST"
+    with pytest.raises(SystemExit, match="holds no train-images"):
+        data.load_best(tmp_path)
+    for part, count in (("train", 3), ("t10k", 2)):
+        pixels = np.arange(count * 784, dtype=np.uint8).tobytes()
+        with gzip.open(tmp_path / f"{part}-images-idx3-ubyte.gz", "wb") as file:
+            file.write(bytes(16) + pixels)
+        with gzip.open(tmp_path / f"{part}-labels-idx1-ubyte.gz", "wb") as file:
+            file.write(bytes(8) + bytes(range(count)))
+    name, train, test = data.load_best(tmp_path)
+    assert name == "Fashion-MNIST" and train.labels.tolist() == [0, 1, 2] and test.images.shape == (2, 28, 28)
+    assert train.images[0, 0, :3].tolist() == [0.0, np.float32(1 / 255), np.float32(2 / 255)]
+
+
+def test_text_windows_follow_the_seed() -> None:
+    text = example("text")
+    train, test = text.load(1_000_000)
+    assert len(train) == 1_000_000 and 20_000 < len(test) <= 100_000 and b"import" in test.tobytes()
+    one, other = (list(text.windows(train, 8, 4, 3, seed)) for seed in (0, 1))
+    assert [batch.shape for batch in one] == [(4, 9)] * 3
+    assert all(row.astype(np.uint8).tobytes() in train.tobytes() for row in one[0])
+    again = list(text.windows(train, 8, 4, 3, 0))
+    assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not np.array_equal(one[0], other[0])
+
+
+def test_the_compressed_tensors_alone() -> None:
+    tensors = {"big": {"codec": "topk", "shape": (100, 10), "payload_bytes": 40},
+               "small": {"codec": None, "shape": (10,), "payload_bytes": 40}}
+    assert example("common").sent_ratio({"tensors": tensors}) == 100.0
+
+
+@pytest.mark.parametrize("script", ["keras_dgc.py", "pytorch_dgc.py"])
+def test_help_of_dgc(script: str) -> None:
+    command = [sys.executable, str(EXAMPLES / script), "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "--ratio" in run.stdout and "uniform(bits=8)" in run.stdout
+
+
+@pytest.mark.parametrize("script", ["pytorch_mnist.py", "tensorflow2_mnist.py", "keras_mnist.py", "mpi_numpy.py",
+                                    "compare.py", "pytorch_language_model.py"])
 def test_help(script: str) -> None:
     command = [sys.executable, str(EXAMPLES / script), "--help"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -108,7 +153,8 @@ def test_report_counts_what_the_statistics_say(tmp_path: Path) -> None:
     common = example("common")
     args = common.parser("pytorch_mnist.py", "x").parse_args(["--compression", "fp16", "--seed", "7"])
     result = common.Result.start("PyTorch", args, 2, 1000)
-    result.epoch_done(0.5, 0.75, {"steps": 10, "wire_bytes_received": 20_000, "dense_bytes": 40_000, "ratio": 2.0})
+    result.epoch_done(0.5, 0.75, {"steps": 10, "wire_bytes_received": 20_000, "dense_bytes": 40_000, "ratio": 2.0,
+                                  "tensors": {}})
     said: list[str] = []
     result.finish(1.0, tmp_path / "result.json", said.append)
     lines = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in "\n".join(said).splitlines() if line}
