@@ -156,9 +156,11 @@ def page(measured: dict[int, list[dict[str, Any]]], transport: str, steps: int) 
         lines.append(f"| `{spec}` | `{exchange}` | " + " | ".join(cells) + " |")
     lines += ["", "![Bytes received over the number of ranks](exchange.png)", "",
               "## On real ranks", "",
-              "Bytes are counted from what was really sent, tokens and step flag included; `+` is how much that is "
-              f"more than the formula. Time is the median of {steps} steps, encoding and decoding included. All ranks "
-              "share one machine: there is no wire to save.", "",
+              "Bytes are those of `stats()`, counted from the plan (`tests/contract` holds the plan to what a lockstep "
+              "world moves); `+` is what tokens and step flag add to the formula. Time is the median of "
+              f"{steps} steps, encoding and decoding included. All ranks share one machine, which other work kept busy "
+              f"too (load {os.getloadavg()[2]:.0f}), and there is no wire to save: compare times within a column "
+              "only.", "",
               "| codec | exchange | " + " | ".join(f"kB, N={n} | + | ms" for n in counts) + " |",
               "|---|---|" + "---:|---:|---:|" * len(counts)]
     for i, row in enumerate(measured[counts[0]]):
@@ -180,18 +182,18 @@ def plot(file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     counts = [2**i for i in range(1, 11)]
-    for name, size in DENSE:
-        axes.plot(counts, [wire_bytes("sum", size * NUMEL, n) for n in counts], "k:", label=name)
+    for (name, size), style in zip(DENSE, ("k:", "k-."), strict=True):
+        axes.plot(counts, [wire_bytes("sum", size * NUMEL, n) for n in counts], style, label=name)
     for number, (spec, exchange) in enumerate(ROWS):
-        axes.plot(counts, [formula(spec, exchange, n) for n in counts], "--" if exchange == "gather" else "-",
-                  color=f"C{number // 2}", label=f"{spec}, {exchange}")
+        style = "--" if exchange == "gather" or spec.startswith("power") else "-"
+        axes.plot(counts, [formula(spec, exchange, n) for n in counts], style, color=f"C{number // 2}",
+                  label=f"{spec}, {exchange}")
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="bytes received per rank and step")
     axes.set_xticks(counts, [str(n) for n in counts])
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
+    figure.legend(loc="outside right upper", fontsize=7, frameon=False)
+    figure.savefig(file, dpi=100)
 
 
 if __name__ == "__main__":
