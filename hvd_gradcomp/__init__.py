@@ -4,9 +4,10 @@ The adapters are ``hvd_gradcomp.torch``, ``hvd_gradcomp.tensorflow`` and ``hvd_g
 module imports no framework.
 """
 
+from hvd_gradcomp import checkpoint
 from hvd_gradcomp.codecs.base import Codec
 from hvd_gradcomp.errors import GradcompError
 from hvd_gradcomp.spec import parse
 from hvd_gradcomp.version import __version__
 
-__all__ = ["Codec", "GradcompError", "__version__", "parse"]
+__all__ = ["Codec", "GradcompError", "__version__", "checkpoint", "parse"]

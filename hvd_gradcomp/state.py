@@ -1,64 +1,148 @@
-"""Saving and restoring what a Compression keeps between steps on this rank."""
+"""What a Compression keeps between steps on this rank, as plain values and arrays: saved, restored, resized.
+
+Two kinds of arrays. *Per rank*: what the memory keeps (residuals), which differs by rank on purpose.
+*Shared*: the step count and what codecs learn (PowerSGD's factor, codebooks), the same on every rank.
+
+In a world of another size every rank starts with the mean over the old ranks of each per-rank array,
+so the mean over the new ranks is what it was, and nothing is lost; shared arrays are taken over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from hvd_gradcomp.errors import StateError
 from hvd_gradcomp.ops.base import Array
-from hvd_gradcomp.plan import Plan, differences
+from hvd_gradcomp.plan import Plan, Slot, differences
 from hvd_gradcomp.version import __version__
 
-FORMAT = 1
+FORMAT = 2
+PER_RANK, SHARED = "per_rank", "shared"
+Saved = Mapping[str, Any]
+"""What :func:`save` returns."""
 
 
 def save(plan: Plan, rank: int, ranks: int, copy: Callable[[Array], Array]) -> dict[str, Any]:
-    """This rank's state as plain values and arrays: for one file per rank.
+    """This rank's state: ``format``, ``version``, ``rank``, ``ranks``, ``plan``, and the arrays by tensor and
+    name under ``per_rank`` and ``shared``.
 
     Args:
         copy: an independent copy of a state array, in the form that is to be saved.
     """
-    tensors = {name: {key: copy(array) for key, array in slot.state.items()}
-               for name, slot in plan.slots.items() if slot.state}
-    return {"format": FORMAT, "version": __version__, "rank": rank, "ranks": ranks, "plan": plan.describe(),
-            "tensors": tensors}
+    kinds: dict[str, dict[str, dict[str, Array]]] = {PER_RANK: {}, SHARED: {}}
+    for name, slot in plan.slots.items():
+        for key, array in slot.state.items():
+            kinds[_kind(slot, key)].setdefault(name, {})[key] = copy(array)
+    return {"format": FORMAT, "version": __version__, "rank": rank, "ranks": ranks, "plan": plan.describe(), **kinds}
 
 
-def restore(state: Mapping[str, Any], plan: Plan, rank: int, ranks: int,
-            store: Callable[[Array, Array], None]) -> None:
+def check(state: Saved, plan: Plan, rank: int, ranks: int) -> None:
+    """Raise StateError if ``state`` is not of this rank, world size, plan, or has other arrays."""
+    _check_format(state)
+    if (state["rank"], state["ranks"]) != (rank, ranks):
+        raise StateError(f"state of rank {state['rank']} of {state['ranks']}, but this is rank {rank} of {ranks}: "
+                         "residuals differ by rank, so each rank saves and loads its own (for another number of ranks: "
+                         "hvd_gradcomp.checkpoint, or state.resized)")
+    _check_plan(plan.describe(), state["plan"])
+    for name, slot in plan.slots.items():
+        saved = {kind: state[kind].get(name, {}) for kind in (PER_RANK, SHARED)}
+        found = {(kind, key): _form(array) for kind in saved for key, array in saved[kind].items()}
+        wanted = {(_kind(slot, key), key): _form(array) for key, array in slot.state.items()}
+        if found.keys() != wanted.keys():
+            raise StateError(f"tensor {name!r}: saved {sorted(found)}, expected {sorted(wanted)}")
+        for (kind, key), form in wanted.items():
+            if found[kind, key] != form:
+                raise StateError(f"{key} of tensor {name!r} is {found[kind, key]}, not {form}")
+
+
+def restore(state: Saved, plan: Plan, rank: int, ranks: int, store: Callable[[Array, Array], None]) -> None:
     """Put saved state back; checks everything first, so an error changes nothing.
 
     Args:
         store: ``store(target, saved)`` writes one array.
 
     Raises:
-        StateError: another format, rank, world size, plan, or shape.
+        StateError: see :func:`check`.
     """
-    try:
-        version, saved_rank, saved_ranks = state["format"], state["rank"], state["ranks"]
-        saved_plan, tensors = state["plan"], state["tensors"]
-    except (KeyError, TypeError):
-        raise StateError("this is not what Compression.state_dict() returned") from None
-    if version != FORMAT:
-        raise StateError(f"state of format {version}; this version reads format {FORMAT}")
-    if (saved_rank, saved_ranks) != (rank, ranks):
-        raise StateError(f"state of rank {saved_rank} of {saved_ranks}, but this is rank {rank} of {ranks}: residuals "
-                         "differ by rank, so each rank saves and loads its own (with another number of ranks, start "
-                         "with empty residuals: do not load)")
-    mine = plan.describe()
-    theirs = [{**saved_plan[0], "version": mine[0]["version"]}, *map(list, saved_plan[1:])]
+    check(state, plan, rank, ranks)
+    put(state, plan, store)
+
+
+def put(state: Saved, plan: Plan, store: Callable[[Array, Array], None]) -> None:
+    """Write arrays that were checked."""
+    for name, slot in plan.slots.items():
+        for key, array in slot.state.items():
+            store(array, state[_kind(slot, key)][name][key])
+
+
+def resized(states: Iterable[Saved], rank: int, ranks: int) -> dict[str, Any]:
+    """The state with which a rank of a world of ``ranks`` goes on, as numpy arrays.
+
+    Args:
+        states: of *all* ranks that saved together, in any order; read one after the other.
+
+    Raises:
+        StateError: a rank is missing or there twice, or they do not belong together.
+    """
+    first: Saved | None = None
+    seen: list[int] = []
+    sums: dict[tuple[str, str], Any] = {}
+    for state in states:
+        _check_format(state)
+        if first is None:
+            first = {**state, PER_RANK: {}}
+        if state["ranks"] != first["ranks"]:
+            raise StateError(f"states of {first['ranks']} and of {state['ranks']} ranks do not belong together")
+        _check_plan(first["plan"], state["plan"])
+        seen.append(state["rank"])
+        for name, arrays in state[PER_RANK].items():
+            for key, array in arrays.items():
+                wide = as_numpy(array).astype(np.float64)
+                sums[name, key] = sums[name, key] + wide if (name, key) in sums else wide
+    if first is None:
+        raise StateError("there is no state to load")
+    missing = sorted(set(range(first["ranks"])) - set(seen))
+    if missing or len(seen) != first["ranks"]:
+        raise StateError(f"state of {first['ranks']} ranks: " + (f"that of rank {missing[0]} is missing" if missing
+                         else f"got those of ranks {sorted(seen)}"))
+    means: dict[str, dict[str, Any]] = {}
+    for (name, key), total in sums.items():
+        means.setdefault(name, {})[key] = (total / first["ranks"]).astype(np.float32)
+    shared = {name: {key: as_numpy(array).copy() for key, array in arrays.items()}
+              for name, arrays in first[SHARED].items()}
+    return {**first, "rank": rank, "ranks": ranks, PER_RANK: means, SHARED: shared}
+
+
+def as_numpy(array: Array) -> Any:
+    """A saved array of any framework as a numpy array."""
+    return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
+
+
+def _kind(slot: Slot, key: str) -> str:
+    learned = {name for stage in slot.stages for name in stage.codec.state(slot.spec)}
+    return SHARED if key == "step" or key in learned else PER_RANK
+
+
+def _check_format(state: Saved) -> None:
+    if not isinstance(state, Mapping) or "format" not in state or "plan" not in state:
+        raise StateError("this is not what Compression.state_dict() returned")
+    if state["format"] != FORMAT:
+        raise StateError(f"state of format {state['format']}; this version reads format {FORMAT}")
+    missing = {"rank", "ranks", PER_RANK, SHARED} - state.keys()
+    if missing:
+        raise StateError(f"this is not what Compression.state_dict() returned: {', '.join(sorted(missing))} missing")
+
+
+def _check_plan(mine: list[Any], saved: list[Any]) -> None:
+    theirs = [{**saved[0], "version": mine[0]["version"]}, *map(list, saved[1:])]
     difference = differences([mine, theirs])
     if difference:
         raise StateError(f"the state was saved with another configuration: {difference[0].partition(': ')[2]}")
-    for name, slot in plan.slots.items():
-        saved = tensors.get(name, {})
-        if saved.keys() != slot.state.keys():
-            raise StateError(f"tensor {name!r}: saved {sorted(saved)}, expected {sorted(slot.state)}")
-        for key, array in slot.state.items():
-            if tuple(saved[key].shape) != tuple(array.shape):
-                raise StateError(f"{key} of tensor {name!r} has shape {tuple(saved[key].shape)}, "
-                                 f"not {tuple(array.shape)}")
-    for name, slot in plan.slots.items():
-        for key, array in slot.state.items():
-            store(array, tensors[name][key])
+
+
+def _form(array: Array) -> str:
+    dtype = str(getattr(array.dtype, "name", array.dtype)).removeprefix("torch.")
+    return f"{dtype}{list(array.shape)}"

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_gradcomp import state, stats, unused
+from hvd_gradcomp import checkpoint, state, stats, unused
+from hvd_gradcomp.collectives import hvd_tensorflow
 from hvd_gradcomp.collectives.hvd_tensorflow import hvd
 from hvd_gradcomp.errors import UsageError
 from hvd_gradcomp.exchange.base import wire_bytes
 from hvd_gradcomp.memory import Momentum
 from hvd_gradcomp.memory import error_feedback as memory
-from hvd_gradcomp.plan import Exchanges
+from hvd_gradcomp.plan import Exchanges, Plan
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
 from hvd_gradcomp.tensorflow import wire
 from hvd_gradcomp.tensorflow.engine import OPS, Bound, Engine, as_written, counted, global_set
@@ -23,7 +24,7 @@ from hvd_gradcomp.tensorflow.step import StepReducer
 from hvd_gradcomp.tensorflow.stock import CallOrder, Token, make_token, token_nbytes
 
 
-class Compression:
+class Compression(tf.train.experimental.PythonState):  # type: ignore[misc]
     """Gradient compression for an unmodified ``horovod.tensorflow``.
 
     ::
@@ -159,19 +160,47 @@ class Compression:
         steps = {bound.slot.spec.name: bound.steps.numpy().tolist() for bound in engine.bounds}
         return stats.summary(engine.plan, ranks, steps, extra, overhead)
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and codec state: numpy arrays and plain values, for one file per rank."""
+    @property
+    def plan(self) -> Plan:
+        """Every variable with its codec, exchange and state."""
+        return self.engine.plan
+
+    @property
+    def world(self) -> tuple[int, int]:
+        """``(rank, ranks)`` among those that reduce together."""
         process_set = self.engine.process_set
-        return state.save(self.engine.plan, process_set.rank(), process_set.size(), lambda array: array.numpy())
+        return process_set.rank() or 0, process_set.size() or 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals and codec state: numpy arrays and plain values, for one file per rank. See
+        :mod:`hvd_gradcomp.checkpoint` for files, and :mod:`hvd_gradcomp.state` for what it holds."""
+        return state.save(self.plan, *self.world, lambda array: array.numpy())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` of the same rank, world size and configuration.
 
         Raises StateError, before anything is changed, if it does not fit.
         """
-        process_set = self.engine.process_set
-        state.restore(state_dict, self.engine.plan, process_set.rank(), process_set.size(),
-                      lambda target, saved: target.assign(saved))
+        state.restore(state_dict, self.plan, *self.world, lambda target, saved: target.assign(saved))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("a Compression cannot be copied or pickled: it is bound to the variables of one model. Save "
+                         "its state_dict(), and load that into a new Compression")
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Everyone's bytes in rank order; waits for all ranks."""
+        if self.world[1] == 1:
+            return [data]
+        return hvd_tensorflow.gather_bytes(data, self.engine.process_set, "gradcomp.state")
+
+    def serialize(self) -> bytes:
+        """For ``tf.train.Checkpoint(compression=compression)``, which then holds this rank's :meth:`state_dict`:
+        write one on every rank, each under a path of its own."""
+        return checkpoint.dumps(self.state_dict())
+
+    def deserialize(self, string_value: bytes) -> None:
+        """For ``tf.train.Checkpoint.restore``. Raises StateError, as :meth:`load_state_dict` does."""
+        self.load_state_dict(checkpoint.loads(string_value, "the Compression's part of this tf.train.Checkpoint"))
 
 
 def compression_of(value: Any) -> Compression | None:

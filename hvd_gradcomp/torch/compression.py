@@ -415,10 +415,16 @@ class Compression:
         self._allocate_all()
         return [(b.slot, b.param) for b in self._bound.values() if b.slot.codec is not None]
 
+    @property
+    def world(self) -> tuple[int, int]:
+        """``(rank, ranks)`` among those that reduce together."""
+        return self.process_set.rank() or 0, self.process_set.size() or 1
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and codec state: tensors and plain values, for one file per rank."""
+        """This rank's residuals and codec state: tensors and plain values, for one file per rank. See
+        :mod:`hvd_gradcomp.checkpoint` for files, and :mod:`hvd_gradcomp.state` for what it holds."""
         self._allocate_all()
-        return state.save(self.plan, self.process_set.rank(), self.process_set.size(), lambda array: array.clone())
+        return state.save(self.plan, *self.world, lambda array: array.clone())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` of the same rank, world size and configuration.
@@ -426,10 +432,23 @@ class Compression:
         Raises StateError, before anything is changed, if it does not fit.
         """
         self._allocate_all()
-        state.restore(state_dict, self.plan, self.process_set.rank(), self.process_set.size(),
-                      lambda target, saved: target.copy_(saved))
+        state.check(state_dict, self.plan, *self.world)
+        self._put(state_dict)
+
+    def _put(self, state_dict: Mapping[str, Any]) -> None:
+        state.put(state_dict, self.plan, lambda target, saved: target.copy_(torch.as_tensor(saved)))
         for b in self._bound.values():
             b.stage = 0  # looked up anew from the restored step
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("a Compression cannot be copied or pickled: it is bound to the parameters of one optimizer. "
+                         "Save its state_dict(), and load that into a new Compression")
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Everyone's bytes in rank order; waits for all ranks."""
+        if self.world[1] == 1:
+            return [data]
+        return hvd_torch.gather_bytes(data, self.process_set, "gradcomp.state")
 
     def _allocate_all(self) -> None:
         for b in self._bound.values():

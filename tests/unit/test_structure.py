@@ -29,7 +29,7 @@ LAYERS = [
     {"exchange"},
     {"plan"},
     {"flow", "stats", "agreement", "state", "token", "unused", "require"},
-    {"collectives"},
+    {"checkpoint", "collectives"},
     {"torch", "tensorflow", "mpi", "cli", "__main__", "__init__"},
     {"keras"},
 ]
@@ -68,8 +68,8 @@ def test_imports_go_one_way(file: Path) -> None:
 @pytest.mark.parametrize("file", [
     file for part in ("codecs", "memory", "exchange") for file in sorted((PACKAGE / part).glob("*.py"))
 ] + [PACKAGE / f"{name}.py" for name in (
-    "coding", "native", "flow", "plan", "policy", "schedule", "payload", "spec", "stats", "state")],
-    ids=lambda file: file.name)
+    "coding", "native", "flow", "plan", "policy", "schedule", "payload", "spec", "stats", "state",
+    "checkpoint")], ids=lambda file: file.name)
 def test_algorithms_know_no_framework(file: Path) -> None:
     assert not {name.split(".")[0] for name in imports_of(file)} & set(FRAMEWORKS)
 
