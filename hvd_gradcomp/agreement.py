@@ -26,6 +26,11 @@ def new_name(ranks: Sequence[int]) -> str:
     return f"gradcomp.{number:08x}.{_agreed[number] - 1}"
 
 
+def forget() -> None:
+    """Count from the start again, on all ranks at once: ranks that joined late have not counted."""
+    _agreed.clear()
+
+
 def check(plan: Plan, gather: Callable[[bytes], list[bytes]]) -> None:
     """Raise DisagreementError on every rank, naming the rank and the difference, if plans differ.
 

@@ -35,7 +35,7 @@ def save(plan: Plan, rank: int, ranks: int, copy: Callable[[Array], Array]) -> d
     kinds: dict[str, dict[str, dict[str, Array]]] = {PER_RANK: {}, SHARED: {}}
     for name, slot in plan.slots.items():
         for key, array in slot.state.items():
-            kinds[_kind(slot, key)].setdefault(name, {})[key] = copy(array)
+            kinds[kind(slot, key)].setdefault(name, {})[key] = copy(array)
     return {"format": FORMAT, "version": __version__, "rank": rank, "ranks": ranks, "plan": plan.describe(), **kinds}
 
 
@@ -48,14 +48,14 @@ def check(state: Saved, plan: Plan, rank: int, ranks: int) -> None:
                          "hvd_gradcomp.checkpoint, or state.resized)")
     _check_plan(plan.describe(), state["plan"])
     for name, slot in plan.slots.items():
-        saved = {kind: state[kind].get(name, {}) for kind in (PER_RANK, SHARED)}
-        found = {(kind, key): _form(array) for kind in saved for key, array in saved[kind].items()}
-        wanted = {(_kind(slot, key), key): _form(array) for key, array in slot.state.items()}
+        saved = {each: state[each].get(name, {}) for each in (PER_RANK, SHARED)}
+        found = {(each, key): _form(array) for each in saved for key, array in saved[each].items()}
+        wanted = {(kind(slot, key), key): _form(array) for key, array in slot.state.items()}
         if found.keys() != wanted.keys():
             raise StateError(f"tensor {name!r}: saved {sorted(found)}, expected {sorted(wanted)}")
-        for (kind, key), form in wanted.items():
-            if found[kind, key] != form:
-                raise StateError(f"{key} of tensor {name!r} is {found[kind, key]}, not {form}")
+        for (each, key), form in wanted.items():
+            if found[each, key] != form:
+                raise StateError(f"{key} of tensor {name!r} is {found[each, key]}, not {form}")
 
 
 def restore(state: Saved, plan: Plan, rank: int, ranks: int, store: Callable[[Array, Array], None]) -> None:
@@ -75,7 +75,7 @@ def put(state: Saved, plan: Plan, store: Callable[[Array, Array], None]) -> None
     """Write arrays that were checked."""
     for name, slot in plan.slots.items():
         for key, array in slot.state.items():
-            store(array, state[_kind(slot, key)][name][key])
+            store(array, state[kind(slot, key)][name][key])
 
 
 def resized(states: Iterable[Saved], rank: int, ranks: int) -> dict[str, Any]:
@@ -121,7 +121,8 @@ def as_numpy(array: Array) -> Any:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
-def _kind(slot: Slot, key: str) -> str:
+def kind(slot: Slot, key: str) -> str:
+    """Whether a state array is ``per_rank`` or ``shared``."""
     learned = {name for stage in slot.stages for name in stage.codec.state(slot.spec)}
     return SHARED if key == "step" or key in learned else PER_RANK
 

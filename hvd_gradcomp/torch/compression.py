@@ -21,6 +21,7 @@ from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.plan import Exchanges, Plan, Slot
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
 from hvd_gradcomp.spec import TensorSpec
+from hvd_gradcomp.torch.spread import spread
 
 LossScale = Any
 """A number, a one-element tensor, a callable, or a GradScaler."""
@@ -133,6 +134,8 @@ class Compression:
         """
         self._called = True
         b = self._find(tensor)
+        if not self._open and self._ranks != self.process_set.ranks:
+            self.rejoin()  # the first step, or Horovod's elastic mode has removed ranks
         if not self._name:
             self._agree()
         if b.grad is not None:
@@ -356,16 +359,22 @@ class Compression:
             raise UsageError(f"this rank is not in the Compression's process set {self.process_set.ranks}")
         name = agreement.new_name(self.process_set.ranks)
         agreement.check(self.plan, lambda data: hvd_torch.gather_bytes(data, self.process_set, name))
+        before = [int(count) for count in self.gather_bytes(str(len(self._ranks)).encode())]
+        if any(before) and set(before) != {len(before)}:
+            self._allocate_all()
+            spread(self.plan, before, self.process_set)
         self._name = name
         self._ranks = list(self.process_set.ranks)
         self._token = torch.tensor(token.values(self._ranks, hvd.rank(), hvd.size()))
+        self._token_checked = False
         self._fill_buckets()
 
     def _fill_buckets(self) -> None:
         """Neighboring tensors that go by all-to-all share messages of up to BUCKET bytes. Those of a schedule,
         whose sizes change, go alone."""
-        room = 0
+        self._buckets, room = [], 0
         for place, b in enumerate(self._bound.values()):
+            b.bucket = None
             if len(b.slot.stages) != 1:
                 continue
             exchange, codec = b.slot.stages[0].exchange, b.slot.stages[0].codec
@@ -439,6 +448,28 @@ class Compression:
         state.put(state_dict, self.plan, lambda target, saved: target.copy_(torch.as_tensor(saved)))
         for b in self._bound.values():
             b.stage = 0  # looked up anew from the restored step
+
+    # -- Horovod's elastic mode -----------------------------------------------------------------
+
+    def snapshot(self) -> Any:
+        """What :meth:`rewind` goes back to."""
+        return self.state_dict(), self._ranks
+
+    def rewind(self, snapshot: Any) -> None:
+        """Back to a snapshot of this same object, after a step that was cut off by a lost rank."""
+        saved, self._ranks = snapshot
+        self._put(saved)
+        for b in self._bound.values():
+            b.grad = b.exchange = b.mean = None
+        self._open, self._by_grad, self._magnitudes = [], {}, []
+        self._running.clear()
+        self._flag = self._verdict = None
+        self.rejoin()
+
+    def rejoin(self) -> None:
+        """Before the next exchange compare the ranks' configurations again, and spread what is kept if these are
+        other ranks than before."""
+        self._name = ""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError("a Compression cannot be copied or pickled: it is bound to the parameters of one optimizer. "
