@@ -37,9 +37,16 @@ class _Bound:
         self.stage = 0
         self.grad: torch.Tensor | None = None  # given to compress in this step
         self.version = 0  # of grad, when it was compressed
+        self.probe: torch.Tensor | None = None  # some of its elements then
         self.exchange: OpenExchange | None = None
         self.bucket: tuple[Bucket, int] | None = None  # and its place there
         self.mean: torch.Tensor | None = None
+
+    def is_changed(self) -> bool:
+        """Whether somebody wrote to the gradient since it was compressed."""
+        assert self.grad is not None
+        return self.grad._version != self.version or (
+            self.probe is not None and not torch.equal(self.probe, _sample(self.grad)))
 
 
 class Compression:
@@ -197,6 +204,10 @@ class Compression:
         return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
     def _compressed(self, b: _Bound, tensor: torch.Tensor) -> torch.Tensor:
+        # GradScaler unscales without counting up the version. Looking at values would make a device wait, unless a
+        # scaler does so anyhow.
+        looks = tensor.device.type == "cpu" or hasattr(self.loss_scale, "get_scale")
+        b.probe = _sample(tensor) if looks else None
         flow = self._flow(b, tensor, len(self._ranks), self.process_set.rank())
         b.exchange = OpenExchange(f"{self._name}.{b.slot.spec.name}.{b.stage}", flow, self.process_set, b.bucket)
         self._running.append(b.exchange)
@@ -267,14 +278,15 @@ class Compression:
         self._by_grad = {}
 
     def _refuse_changed(self) -> None:
-        changed = [b.slot.spec.name for b in self._open
-                   if b.exchange is not None and b.grad is not None and b.grad._version != b.version]
+        changed = [b.slot.spec.name for b in self._open if b.exchange is not None and b.is_changed()]
         if changed:
             for b in self._open:
                 b.grad = b.exchange = None
             self._open = []
             raise UsageError(f"the gradient of {changed[0]!r} was changed after backward() and before it was reduced; "
-                             "call optimizer.synchronize() before clipping, unscaling or zeroing gradients")
+                             "call optimizer.synchronize() before clipping, unscaling or zeroing gradients; with a "
+                             "GradScaler: synchronize(), scaler.unscale_(), and scaler.step() inside "
+                             "skip_synchronize()")
 
     def _output(self, b: _Bound, x: torch.Tensor) -> torch.Tensor:
         """Zeros for the mean: the gradient's own storage, or the copy, if nothing else lives in it."""
@@ -515,6 +527,12 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_sparse(param: torch.Tensor) -> bool:
     return param.grad is not None and param.grad.is_sparse
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of up to 8 elements along each dimension."""
+    some = tensor.detach()[tuple(slice(None, None, max(1, -(-size // 8))) for size in tensor.shape)]
+    return some.reshape(-1).clone().view(torch.uint8)
 
 
 def _storage(tensor: torch.Tensor) -> int:

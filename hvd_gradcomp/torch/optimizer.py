@@ -66,7 +66,8 @@ def _mend(cls: Any) -> None:
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         if self._handles:
             raise AssertionError("zero_grad() was called after backward() and before step() or synchronize(): the "
-                                 "gradients are still being reduced")
+                                 "gradients are still being reduced. With a GradScaler: synchronize(), "
+                                 "scaler.unscale_(), and scaler.step() inside skip_synchronize()")
         super(cls, self).zero_grad(set_to_none)
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:

@@ -171,6 +171,30 @@ def test_another_parameter_list_is_a_disagreement(hvd):
         params[0][1].sum().backward()
 
 
+def test_another_version_is_a_disagreement(hvd, monkeypatch):
+    if hvd.rank() == hvd.size() - 1:
+        monkeypatch.setattr("hvd_gradcomp.plan.__version__", "0.0.1")
+    world = World("sign", {"w": (64,)})
+    with pytest.raises(DisagreementError, match=rf"rank {hvd.size() - 1}: version is '0.0.1', not '\d"):
+        world.backward({"w": torch.ones(64)})
+
+
+def test_two_optimizers_in_turn(hvd):
+    """A GAN: two optimizers and Compressions of their own, whose steps alternate, each at its own pace."""
+    first, second = World("topk(ratio=0.1)", {"w": SHAPE}), World("powersgd(rank=1)", {"w": SHAPE, "v": (50,)})
+    totals = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in (("f", SHAPE), ("s", SHAPE))}
+    for step in range(6):
+        totals["f"] += first.reduce({"w": randn(*SHAPE, seed=step)})["w"].double()
+        if step % 2:
+            out = second.reduce({"w": randn(*SHAPE, seed=50 + step), "v": torch.ones(50)})
+            assert_equal_on_ranks(out["w"])
+            totals["s"] += out["w"].double()
+    assert (first.compression.stats()["steps"], second.compression.stats()["steps"]) == (6, 3)
+    for world, total, seeds in ((first, totals["f"], range(6)), (second, totals["s"], (51, 53, 55))):
+        want = mean_over_ranks(lambda rank, seeds=seeds: sum(randn(*SHAPE, seed=s, rank=rank) for s in seeds))
+        torch.testing.assert_close(total + world.residual("w"), want, rtol=0, atol=1e-4)
+
+
 def test_process_set_given_to_one_side_only_is_an_error(hvd):
     """Horovod reduces over all ranks, the Compression over a set of its own rank only."""
     sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
