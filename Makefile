@@ -33,7 +33,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 
-.PHONY: help install demo test test-asan bench docs-codecs convergence exchange dgc lint golden clean distclean
+.PHONY: help install demo test test-asan bench docs-codecs convergence exchange dgc soak lint golden clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -86,6 +86,10 @@ exchange: $(STAMPS)/package  ## measure the exchanges on 2, 4 and 8 ranks again:
 dgc: $(STAMPS)/package  ## train with Deep Gradient Compression and without, 5 seeds: docs/dgc.md (2 hours)
 	@echo "dgc: 30 trainings on 2 Horovod ranks, usually 2 hours; 'python benchmarks/dgc.py --help' has shorter ones"
 	@$(BIN)/python benchmarks/dgc.py
+
+soak: $(STAMPS)/package  ## 20,000 steps of mixed codecs on 2 ranks: nothing may creep (5 minutes)
+	@echo "soak: usually 5 minutes"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" horovodrun -np 2 --gloo python benchmarks/soak.py
 
 lint: $(STAMPS)/package  ## ruff and mypy (1 minute)
 	@$(BIN)/ruff check .

@@ -1,0 +1,26 @@
+"""A rank that dies, raises or hangs in the middle of an exchange: the others end with an error, in bounded time."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from .launch import ROOT, horovodrun
+
+STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "3", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "6"}
+
+
+@pytest.mark.np2
+@pytest.mark.parametrize("transport", ["gloo", "mpi"])
+@pytest.mark.parametrize("fault", ["kill", "raise", "hang"])
+def test_no_fault_of_a_rank_hangs_the_others(fault: str, transport: str, tmp_path: Path) -> None:
+    """The launcher's own time limit never strikes (then horovodrun() raises), and the job's exit code tells."""
+    program = str(ROOT / "tests" / "parallel" / "faulty.py")
+    run = horovodrun(2, transport, [sys.executable, program, fault, str(tmp_path)], timeout=240,
+                     env={**STALL, "PYTHONPATH": str(ROOT)})
+    assert run.returncode != 0, run.stdout[-3000:]
+    said = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    if fault == "raise":
+        assert said["rank1"] == "ZeroDivisionError: a mistake in the user's backward pass"
+    if fault == "hang" or transport == "gloo":  # otherwise mpirun ends the survivor at once
+        assert said.get("rank0", "").startswith("HorovodInternalError"), f"{said}\n{run.stdout[-3000:]}"
