@@ -169,8 +169,9 @@ def _read(path: Path, compression: Saveable) -> dict[str, Any]:
     rank, ranks = compression.world
     compression.state_dict()  # every state array exists from here on
     saved_ranks, shard = _open(path)
-    found = shard(rank) if saved_ranks == ranks else state.resized(map(shard, range(saved_ranks)), rank, ranks)
+    shards = map(shard, [rank] if saved_ranks == ranks else range(saved_ranks))
     try:
+        found = next(shards) if saved_ranks == ranks else state.resized(shards, compression.plan, rank)
         state.check(found, compression.plan, rank, ranks)
     except StateError as error:
         raise StateError(f"{path}: {error}") from None

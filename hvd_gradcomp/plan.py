@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvd_gradcomp.codecs.base import Codec
@@ -117,10 +117,14 @@ class Plan:
                 codec, reason = None, refuse(spec)
             # An exchange that cannot carry a codec is an error here, before anything is sent.
             schedule = None if codec is None else codec if isinstance(codec, Schedule) else Schedule((0,), (codec,))
-            codecs = schedule.codecs if schedule else ()
-            stages = tuple(Stage(each, choose(each, spec, ranks, _requested(exchange, spec))) for each in codecs)
-            slots[spec.name] = Slot(spec, schedule, stages, reason)
+            slots[spec.name] = Slot(spec, schedule, _stages(schedule, spec, ranks, exchange), reason)
         return cls(slots, policy, exchange, seed, error_feedback, ranks, dgc)
+
+    def for_ranks(self, ranks: int) -> Plan:
+        """The plan for another number of ranks, without state."""
+        slots = {name: Slot(slot.spec, slot.schedule, _stages(slot.schedule, slot.spec, ranks, self.exchange),
+                            slot.reason) for name, slot in self.slots.items()}
+        return replace(self, slots=slots, ranks=ranks)
 
     @property
     def compresses(self) -> bool:
@@ -145,6 +149,11 @@ class Plan:
     def digest(self) -> bytes:
         """16 bytes that are equal exactly when :meth:`describe` is."""
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).digest()[:16]
+
+
+def _stages(schedule: Schedule | None, spec: TensorSpec, ranks: int, exchange: Exchanges) -> tuple[Stage, ...]:
+    codecs = schedule.codecs if schedule else ()
+    return tuple(Stage(codec, choose(codec, spec, ranks, _requested(exchange, spec))) for codec in codecs)
 
 
 def _requested(exchange: Exchanges, spec: TensorSpec) -> str:

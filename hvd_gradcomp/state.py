@@ -1,10 +1,12 @@
 """What a Compression keeps between steps on this rank, as plain values and arrays: saved, restored, resized.
 
-Two kinds of arrays. *Per rank*: what the memory keeps (residuals), which differs by rank on purpose.
-*Shared*: the step count and what codecs learn (PowerSGD's factor, codebooks), the same on every rank.
+Two kinds of arrays. *Per rank*: what the memory keeps (residuals, momenta) and an owner's residual
+under ``two_stage``, which differ by rank on purpose. *Shared*: the step count and what codecs learn
+(PowerSGD's factor, codebooks), the same on every rank.
 
 In a world of another size every rank starts with the mean over the old ranks of each per-rank array,
-so the mean over the new ranks is what it was, and nothing is lost; shared arrays are taken over.
+to which the owners' residuals are added, so nothing is lost; shared arrays are taken over, but for what
+was learned of chunks that are cut in another way now.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from hvd_gradcomp.errors import StateError
+from hvd_gradcomp.exchange.two_stage import OWNER, bounds
+from hvd_gradcomp.memory.error_feedback import STATE as RESIDUAL
 from hvd_gradcomp.ops.base import Array
 from hvd_gradcomp.plan import Plan, Slot, differences
 from hvd_gradcomp.version import __version__
@@ -35,7 +39,7 @@ def save(plan: Plan, rank: int, ranks: int, copy: Callable[[Array], Array]) -> d
     kinds: dict[str, dict[str, dict[str, Array]]] = {PER_RANK: {}, SHARED: {}}
     for name, slot in plan.slots.items():
         for key, array in slot.state.items():
-            kinds[kind(slot, key)].setdefault(name, {})[key] = copy(array)
+            kinds[kind(plan, slot, key)].setdefault(name, {})[key] = copy(array)
     return {"format": FORMAT, "version": __version__, "rank": rank, "ranks": ranks, "plan": plan.describe(), **kinds}
 
 
@@ -50,7 +54,7 @@ def check(state: Saved, plan: Plan, rank: int, ranks: int) -> None:
     for name, slot in plan.slots.items():
         saved = {each: state[each].get(name, {}) for each in (PER_RANK, SHARED)}
         found = {(each, key): _form(array) for each in saved for key, array in saved[each].items()}
-        wanted = {(kind(slot, key), key): _form(array) for key, array in slot.state.items()}
+        wanted = {(kind(plan, slot, key), key): _form(array) for key, array in slot.state.items()}
         if found.keys() != wanted.keys():
             raise StateError(f"tensor {name!r}: saved {sorted(found)}, expected {sorted(wanted)}")
         for (each, key), form in wanted.items():
@@ -75,45 +79,54 @@ def put(state: Saved, plan: Plan, store: Callable[[Array, Array], None]) -> None
     """Write arrays that were checked."""
     for name, slot in plan.slots.items():
         for key, array in slot.state.items():
-            store(array, state[kind(slot, key)][name][key])
+            store(array, state[kind(plan, slot, key)][name][key])
 
 
-def resized(states: Iterable[Saved], rank: int, ranks: int) -> dict[str, Any]:
-    """The state with which a rank of a world of ``ranks`` goes on, as numpy arrays.
+def resized(states: Iterable[Saved], plan: Plan, rank: int) -> dict[str, Any]:
+    """The state with which a rank goes on in a world of ``plan.ranks``, as numpy arrays.
 
     Args:
         states: of *all* ranks that saved together, in any order; read one after the other.
 
     Raises:
-        StateError: a rank is missing or there twice, or they do not belong together.
+        StateError: a rank is missing or there twice, they do not belong together, or not to the plan.
     """
     first: Saved | None = None
     seen: list[int] = []
-    sums: dict[tuple[str, str], Any] = {}
+    kept: dict[tuple[str, str], Any] = {}  # float64
     for state in states:
         _check_format(state)
         if first is None:
             first = {**state, PER_RANK: {}}
+            _check_plan(plan.describe(), state["plan"], exchanges=False)
         if state["ranks"] != first["ranks"]:
             raise StateError(f"states of {first['ranks']} and of {state['ranks']} ranks do not belong together")
         _check_plan(first["plan"], state["plan"])
         seen.append(state["rank"])
-        for name, arrays in state[PER_RANK].items():
-            for key, array in arrays.items():
-                wide = as_numpy(array).astype(np.float64)
-                sums[name, key] = sums[name, key] + wide if (name, key) in sums else wide
+        for name, slot in plan.slots.items():
+            own = {key: as_numpy(array) for key, array in state[PER_RANK].get(name, {}).items()}
+            for key in own.keys() - {OWNER}:
+                total = kept.setdefault((name, key), np.zeros(slot.spec.numel))
+                total += own[key].astype(np.float64) / state["ranks"]
+            if OWNER in own:
+                begin, end = bounds(slot.spec.numel, state["ranks"])[state["rank"]]
+                kept[name, RESIDUAL][begin:end] += own[OWNER][: end - begin]
     if first is None:
         raise StateError("there is no state to load")
     missing = sorted(set(range(first["ranks"])) - set(seen))
     if missing or len(seen) != first["ranks"]:
         raise StateError(f"state of {first['ranks']} ranks: " + (f"that of rank {missing[0]} is missing" if missing
                          else f"got those of ranks {sorted(seen)}"))
-    means: dict[str, dict[str, Any]] = {}
-    for (name, key), total in sums.items():
-        means.setdefault(name, {})[key] = (total / first["ranks"]).astype(np.float32)
-    shared = {name: {key: as_numpy(array).copy() for key, array in arrays.items()}
-              for name, arrays in first[SHARED].items()}
-    return {**first, "rank": rank, "ranks": ranks, PER_RANK: means, SHARED: shared}
+    kinds: dict[str, dict[str, dict[str, Array]]] = {PER_RANK: {}, SHARED: {}}
+    for name, slot in plan.slots.items():
+        for key, (length, dtype) in slot.state_layout(plan.error_feedback, plan.ranks).items():
+            if (name, key) in kept:
+                array = kept[name, key].astype(np.float32)
+            else:
+                array = as_numpy(first[SHARED].get(name, {}).get(key, np.zeros(length, dtype))).copy()
+            fits = array.shape == (length,)  # what was learned of a chunk of another length does not
+            kinds[kind(plan, slot, key)].setdefault(name, {})[key] = array if fits else np.zeros(length, dtype)
+    return {**first, "rank": rank, "ranks": plan.ranks, "plan": plan.describe(), **kinds}
 
 
 def as_numpy(array: Array) -> Any:
@@ -121,9 +134,10 @@ def as_numpy(array: Array) -> Any:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
-def kind(slot: Slot, key: str) -> str:
+def kind(plan: Plan, slot: Slot, key: str) -> str:
     """Whether a state array is ``per_rank`` or ``shared``."""
-    learned = {name for stage in slot.stages for name in stage.codec.state(slot.spec)}
+    learned = {name for stage in slot.stages
+               for name in stage.exchange.state(stage.codec, slot.spec, plan.ranks, memory=False)}
     return SHARED if key == "step" or key in learned else PER_RANK
 
 
@@ -137,11 +151,18 @@ def _check_format(state: Saved) -> None:
         raise StateError(f"this is not what Compression.state_dict() returned: {', '.join(sorted(missing))} missing")
 
 
-def _check_plan(mine: list[Any], saved: list[Any]) -> None:
+def _check_plan(mine: list[Any], saved: list[Any], exchanges: bool = True) -> None:
     theirs = [{**saved[0], "version": mine[0]["version"]}, *map(list, saved[1:])]
+    if not exchanges:
+        mine, theirs = _without_exchanges(mine), _without_exchanges(theirs)
     difference = differences([mine, theirs])
     if difference:
         raise StateError(f"the state was saved with another configuration: {difference[0].partition(': ')[2]}")
+
+
+def _without_exchanges(plan: list[Any]) -> list[Any]:
+    """Which one is taken depends on the number of ranks."""
+    return plan[:1] + [[*row[:4], "", *row[5:]] for row in plan[1:]]
 
 
 def _form(array: Array) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -115,6 +116,7 @@ class Compression:
         self._called = False
         self._name = ""  # prefix of our collectives, once the ranks agreed
         self._ranks: list[int] = []
+        self._place = 0, 0  # (rank, ranks) when they agreed
         self._token: torch.Tensor | None = None
         self._token_checked = False
         self._open: list[_Bound] = []  # compressed in this step, in that order
@@ -369,12 +371,16 @@ class Compression:
     def _agree(self) -> None:
         if not self.process_set.included():
             raise UsageError(f"this rank is not in the Compression's process set {self.process_set.ranks}")
+        old, (rank, ranks) = self.plan, self.world
+        if old.ranks != ranks:
+            self._use(old.for_ranks(ranks))
         name = agreement.new_name(self.process_set.ranks)
         agreement.check(self.plan, lambda data: hvd_torch.gather_bytes(data, self.process_set, name))
-        before = [int(count) for count in self.gather_bytes(str(len(self._ranks)).encode())]
-        if any(before) and set(before) != {len(before)}:
+        places = [tuple(json.loads(place)) for place in self.gather_bytes(json.dumps(self._place).encode())]
+        if {count for _, count in places} not in ({0}, {ranks}):
             self._allocate_all()
-            spread(self.plan, before, self.process_set)
+            spread(old, self.plan, places, self.process_set)
+        self._place = rank, ranks
         self._name = name
         self._ranks = list(self.process_set.ranks)
         self._token = torch.tensor(token.values(self._ranks, hvd.rank(), hvd.size()))
@@ -455,6 +461,7 @@ class Compression:
         self._allocate_all()
         state.check(state_dict, self.plan, *self.world)
         self._put(state_dict)
+        self._place = self.world
 
     def _put(self, state_dict: Mapping[str, Any]) -> None:
         state.put(state_dict, self.plan, lambda target, saved: target.copy_(torch.as_tensor(saved)))
@@ -465,11 +472,12 @@ class Compression:
 
     def snapshot(self) -> Any:
         """What :meth:`rewind` goes back to."""
-        return self.state_dict(), self._ranks
+        return self.state_dict(), self.plan, self._place
 
     def rewind(self, snapshot: Any) -> None:
         """Back to a snapshot of this same object, after a step that was cut off by a lost rank."""
-        saved, self._ranks = snapshot
+        saved, plan, self._place = snapshot
+        self._use(plan)
         self._put(saved)
         for b in self._bound.values():
             b.grad = b.exchange = b.mean = None
@@ -477,6 +485,11 @@ class Compression:
         self._running.clear()
         self._flag = self._verdict = None
         self.rejoin()
+
+    def _use(self, plan: Plan) -> None:
+        self.plan = plan
+        for name, b in self._bound.items():
+            b.slot = plan.slots[name]
 
     def rejoin(self) -> None:
         """Before the next exchange compare the ranks' configurations again, and spread what is kept if these are

@@ -9,9 +9,10 @@ import pytest
 
 from hvd_gradcomp import checkpoint, state
 from hvd_gradcomp.collectives.local import LocalWorld
+from hvd_gradcomp.exchange.two_stage import OWNER, bounds
 from tests.contract import values
 from tests.contract.laws import MIN_SIZE, SHAPES
-from tests.contract.specs import ALL, COMPRESSING, LAST
+from tests.contract.specs import ALL, CARRIED, COMPRESSING, LAST
 from tests.contract.values import Grads
 
 STAGES: dict[int, Any] = {0: "none", 1: "topk(ratio=0.2)", 3: "powersgd(rank=1)", 5: "sign"}
@@ -28,11 +29,6 @@ def load(world: LocalWorld, states: list[dict[str, Any]]) -> None:
         state.restore(each, plan, rank, world.ranks, np.copyto)
 
 
-def mean(world: LocalWorld, name: str) -> Any:
-    """Mean over the ranks of the residual, float64."""
-    return np.mean([plan.slots[name].state["residual"].astype(np.float64) for plan in world.plans], axis=0)
-
-
 def train(world: LocalWorld, steps: range) -> list[Grads]:
     return [world.step(values.gradients(step, world.ranks, SHAPES)) for step in steps]
 
@@ -42,10 +38,10 @@ def same(one: list[Grads], other: list[Grads]) -> bool:
                for a, b in zip(x, y, strict=True) for name in a)
 
 
-@pytest.mark.parametrize("spec", [*ALL, STAGES], ids=str)
-def test_saved_and_restored_goes_on_as_if_uninterrupted(spec: Any) -> None:
+@pytest.mark.parametrize(("spec", "exchange"), [*CARRIED, (STAGES, "auto")], ids=str)
+def test_saved_and_restored_goes_on_as_if_uninterrupted(spec: Any, exchange: str) -> None:
     """Case K1 (d), bitwise: warm start, step count, stage, codebook and randomness."""
-    straight, resumed = (LocalWorld(spec, SHAPES, 3, min_size=MIN_SIZE) for _ in range(2))
+    straight, resumed = (LocalWorld(spec, SHAPES, 3, min_size=MIN_SIZE, exchange=exchange) for _ in range(2))
     train(straight, range(4))
     load(resumed, save(straight))
     assert same(train(resumed, range(4, 8)), train(straight, range(4, 8)))
@@ -79,31 +75,47 @@ def test_the_two_kinds_are_marked(spec: Any) -> None:
             arrays["residual"], second["per_rank"][name]["residual"])
 
 
+def kept(world: LocalWorld, name: str) -> Any:
+    """What counts as kept for the mean gradient: the mean residual, and the residuals of chunks' owners."""
+    total = np.zeros(world.plans[0].slots[name].spec.numel)
+    cuts = bounds(total.size, world.ranks)
+    for plan, (begin, end) in zip(world.plans, cuts, strict=True):
+        slot = plan.slots[name].state
+        if "residual" in slot:
+            total += slot["residual"].astype(np.float64) / world.ranks
+        if OWNER in slot:
+            total[begin:end] += slot[OWNER][: end - begin]
+    return total
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1), (1, 2)])
-@pytest.mark.parametrize("spec", [*LAST, "topk(ratio=0.01)", STAGES], ids=str)
-def test_another_world_size_keeps_the_mean_of_the_residuals(spec: Any, before: int, after: int) -> None:
-    """Case K1 (c): sum of outputs + mean residual = sum of mean gradients, across the change."""
-    old, new = (LocalWorld(spec, SHAPES, ranks, min_size=MIN_SIZE) for ranks in (before, after))
+@pytest.mark.parametrize(("spec", "exchange"), [
+    *((spec, "auto") for spec in LAST), (STAGES, "auto"), ("uniform(bits=2)", "two_stage"),
+    ("powersgd(rank=1)", "two_stage"), ("topk(ratio=0.05)", "sparse_split")], ids=str)
+def test_another_world_size_keeps_the_mean_of_the_residuals(spec: Any, exchange: str, before: int, after: int) -> None:
+    """Case K1 (c): sum of outputs + what is kept = sum of mean gradients, across the change."""
+    old, new = (LocalWorld(spec, SHAPES, ranks, min_size=MIN_SIZE, exchange=exchange) for ranks in (before, after))
     train(old, range(3))
     states = save(old)
-    load(new, [state.resized(states, rank, after) for rank in range(after)])
+    load(new, [state.resized(states, plan, rank) for rank, plan in enumerate(new.plans)])
     for name, slot in new.plans[0].slots.items():
-        if "residual" in slot.state:
-            want = mean(old, name)
-            np.testing.assert_allclose(mean(new, name), want, rtol=2e-7, atol=1e-30)
+        np.testing.assert_allclose(kept(new, name), kept(old, name), rtol=2e-7, atol=1e-30)
         for key, array in slot.state.items():
-            if key != "residual":
+            if state.kind(new.plans[0], slot, key) == state.SHARED and exchange == "auto":
                 assert array.tobytes() == old.plans[0].slots[name].state[key].tobytes()
-    kept = {name: mean(new, name) for name, slot in new.plans[0].slots.items() if "residual" in slot.state}
-    [out] = train(new, range(3, 4))
+    had = {name: kept(new, name) for name, slot in new.plans[0].slots.items() if slot.stages}
+    out = train(new, range(3, 4))[0][0]
     given = values.gradients(3, after, SHAPES)
-    for name, residual in kept.items():
+    for name, residual in had.items():
         want = residual + np.mean([g[name].ravel().astype(np.float64) for g in given], axis=0)
-        got = out[0][name].ravel() + mean(new, name)
+        got = out[name].ravel() + kept(new, name)
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 if "fp16" in str(spec) else 1e-4)
 
 
 def test_some_codecs_are_resized_with_a_residual() -> None:
-    world = LocalWorld(COMPRESSING[-1], SHAPES, 2, min_size=MIN_SIZE)
-    train(world, range(2))
-    assert np.abs(mean(world, "weight")).max() > 0.01
+    """The test above is not about zeros."""
+    for spec, exchange in ((COMPRESSING[-1], "auto"), ("uniform(bits=2)", "two_stage")):
+        world = LocalWorld(spec, SHAPES, 2, min_size=MIN_SIZE, exchange=exchange)
+        train(world, range(2))
+        assert np.abs(kept(world, "weight")).max() > 0.01
+        assert exchange == "auto" or all(plan.slots["weight"].state[OWNER].any() for plan in world.plans)

@@ -61,7 +61,7 @@ class Rank:
 
     def __init__(self, world: World, rank: int, ranks: int, spec: str, shape: tuple[int, ...]) -> None:
         self._world, self.world = world, (rank, ranks)
-        self.plan = Plan.make([TensorSpec("w", shape)], Policy.make(spec, 0))
+        self.plan = Plan.make([TensorSpec("w", shape)], Policy.make(spec, 0), ranks=ranks)
         self.plan.allocate(self.plan.slots["w"], lambda name, length, dtype: np.zeros(length, dtype))
         self.arrays = self.plan.slots["w"].state
 
@@ -177,14 +177,15 @@ def test_another_shape_or_dtype_of_an_array() -> None:
 
 def test_resizing_wants_every_rank_once() -> None:
     states = [rank.state_dict() for rank in World(3).ranks]
+    plan = World(2).ranks[0].plan
     with pytest.raises(StateError, match="that of rank 1 is missing"):
-        state.resized([states[0], states[2]], 0, 2)
+        state.resized([states[0], states[2]], plan, 0)
     with pytest.raises(StateError, match=r"got those of ranks \[0, 1, 2, 2\]"):
-        state.resized([*states, states[2]], 0, 2)
+        state.resized([*states, states[2]], plan, 0)
     with pytest.raises(StateError, match="of 3 and of 2 ranks"):
-        state.resized([states[0], World(2).ranks[1].state_dict()], 0, 2)
+        state.resized([states[0], World(2).ranks[1].state_dict()], plan, 0)
     with pytest.raises(StateError, match="no state"):
-        state.resized([], 0, 2)
+        state.resized([], plan, 0)
 
 
 def test_a_rank_that_cannot_write_fails_all_and_the_old_checkpoint_stays(
