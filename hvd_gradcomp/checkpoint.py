@@ -102,11 +102,11 @@ def loads(data: bytes, where: str = "these bytes") -> dict[str, Any]:
 
 
 def _savez(file: IO[bytes], saved: state.Saved) -> None:
-    arrays = [(kind, name, key, state.as_numpy(array)) for kind in (state.PER_RANK, state.SHARED)
-              for name, each in saved[kind].items() for key, array in each.items()]
-    rest = {key: value for key, value in saved.items() if key not in (state.PER_RANK, state.SHARED)}
-    meta = json.dumps({"state": rest, "arrays": [row[:3] for row in arrays]}).encode()
-    numbered = {f"array{i}": row[3] for i, row in enumerate(arrays)}
+    arrays = [(name, key, state.as_numpy(array)) for name, each in saved[state.TENSORS].items()
+              for key, array in each.items()]
+    rest = {key: value for key, value in saved.items() if key != state.TENSORS}
+    meta = json.dumps({"state": rest, "arrays": [row[:2] for row in arrays]}).encode()
+    numbered = {f"array{i}": row[2] for i, row in enumerate(arrays)}
     _npz(file, {"meta": np.frombuffer(meta, np.uint8), **numbered})
 
 
@@ -118,9 +118,9 @@ def _loadz(file: IO[bytes] | Path, where: str) -> dict[str, Any]:
     try:
         with np.load(file, allow_pickle=False) as archive:
             meta = json.loads(archive["meta"].tobytes())
-            saved: dict[str, Any] = {**meta["state"], state.PER_RANK: {}, state.SHARED: {}}
-            for i, (kind, name, key) in enumerate(meta["arrays"]):
-                saved[kind].setdefault(name, {})[key] = archive[f"array{i}"]
+            saved: dict[str, Any] = {**meta["state"], state.TENSORS: {}}
+            for i, (name, key) in enumerate(meta["arrays"]):
+                saved[state.TENSORS].setdefault(name, {})[key] = archive[f"array{i}"]
             return saved
     except FileNotFoundError:
         raise StateError(f"{where} is missing") from None

@@ -24,23 +24,22 @@ from hvd_gradcomp.plan import Plan, Slot, differences
 from hvd_gradcomp.version import __version__
 
 FORMAT = 2
-PER_RANK, SHARED = "per_rank", "shared"
+TENSORS, PER_RANK, SHARED = "tensors", "per_rank", "shared"
 Saved = Mapping[str, Any]
 """What :func:`save` returns."""
 
 
 def save(plan: Plan, rank: int, ranks: int, copy: Callable[[Array], Array]) -> dict[str, Any]:
-    """This rank's state: ``format``, ``version``, ``rank``, ``ranks``, ``plan``, and the arrays by tensor and
-    name under ``per_rank`` and ``shared``.
+    """This rank's state: ``format``, ``version``, ``rank``, ``ranks``, ``plan``; the arrays by tensor and name under
+    ``tensors``; and under ``per_rank`` the names, by tensor, of those that differ by rank.
 
     Args:
         copy: an independent copy of a state array, in the form that is to be saved.
     """
-    kinds: dict[str, dict[str, dict[str, Array]]] = {PER_RANK: {}, SHARED: {}}
-    for name, slot in plan.slots.items():
-        for key, array in slot.state.items():
-            kinds[kind(plan, slot, key)].setdefault(name, {})[key] = copy(array)
-    return {"format": FORMAT, "version": __version__, "rank": rank, "ranks": ranks, "plan": plan.describe(), **kinds}
+    filled = {name: slot for name, slot in plan.slots.items() if slot.state}
+    return {"format": FORMAT, "version": __version__, "rank": rank, "ranks": ranks, "plan": plan.describe(),
+            PER_RANK: {name: _per_rank(plan, slot, slot.state) for name, slot in filled.items()},
+            TENSORS: {name: {key: copy(array) for key, array in slot.state.items()} for name, slot in filled.items()}}
 
 
 def check(state: Saved, plan: Plan, rank: int, ranks: int) -> None:
@@ -52,14 +51,13 @@ def check(state: Saved, plan: Plan, rank: int, ranks: int) -> None:
                          "hvd_gradcomp.checkpoint, or state.resized)")
     _check_plan(plan.describe(), state["plan"])
     for name, slot in plan.slots.items():
-        saved = {each: state[each].get(name, {}) for each in (PER_RANK, SHARED)}
-        found = {(each, key): _form(array) for each in saved for key, array in saved[each].items()}
-        wanted = {(kind(plan, slot, key), key): _form(array) for key, array in slot.state.items()}
+        found = {key: _form(array) for key, array in state[TENSORS].get(name, {}).items()}
+        wanted = {key: _form(array) for key, array in slot.state.items()}
         if found.keys() != wanted.keys():
             raise StateError(f"tensor {name!r}: saved {sorted(found)}, expected {sorted(wanted)}")
-        for (each, key), form in wanted.items():
-            if found[each, key] != form:
-                raise StateError(f"{key} of tensor {name!r} is {found[each, key]}, not {form}")
+        for key, form in wanted.items():
+            if found[key] != form:
+                raise StateError(f"{key} of tensor {name!r} is {found[key]}, not {form}")
 
 
 def restore(state: Saved, plan: Plan, rank: int, ranks: int, store: Callable[[Array, Array], None]) -> None:
@@ -79,7 +77,7 @@ def put(state: Saved, plan: Plan, store: Callable[[Array, Array], None]) -> None
     """Write arrays that were checked."""
     for name, slot in plan.slots.items():
         for key, array in slot.state.items():
-            store(array, state[kind(plan, slot, key)][name][key])
+            store(array, state[TENSORS][name][key])
 
 
 def resized(states: Iterable[Saved], plan: Plan, rank: int) -> dict[str, Any]:
@@ -97,14 +95,14 @@ def resized(states: Iterable[Saved], plan: Plan, rank: int) -> dict[str, Any]:
     for state in states:
         _check_format(state)
         if first is None:
-            first = {**state, PER_RANK: {}}
+            first = state
             _check_plan(plan.describe(), state["plan"], exchanges=False)
         if state["ranks"] != first["ranks"]:
             raise StateError(f"states of {first['ranks']} and of {state['ranks']} ranks do not belong together")
         _check_plan(first["plan"], state["plan"])
         seen.append(state["rank"])
         for name, slot in plan.slots.items():
-            own = {key: as_numpy(array) for key, array in state[PER_RANK].get(name, {}).items()}
+            own = {key: as_numpy(state[TENSORS][name][key]) for key in state[PER_RANK].get(name, ())}
             for key in own.keys() - {OWNER}:
                 total = kept.setdefault((name, key), np.zeros(slot.spec.numel))
                 total += own[key].astype(np.float64) / state["ranks"]
@@ -117,16 +115,17 @@ def resized(states: Iterable[Saved], plan: Plan, rank: int) -> dict[str, Any]:
     if missing or len(seen) != first["ranks"]:
         raise StateError(f"state of {first['ranks']} ranks: " + (f"that of rank {missing[0]} is missing" if missing
                          else f"got those of ranks {sorted(seen)}"))
-    kinds: dict[str, dict[str, dict[str, Array]]] = {PER_RANK: {}, SHARED: {}}
+    tensors: dict[str, dict[str, Array]] = {}
     for name, slot in plan.slots.items():
-        for key, (length, dtype) in slot.state_layout(plan.error_feedback, plan.ranks).items():
+        for key, (length, dtype) in slot.state_layout(plan.error_feedback, plan.ranks, plan.dgc).items():
             if (name, key) in kept:
                 array = kept[name, key].astype(np.float32)
             else:
-                array = as_numpy(first[SHARED].get(name, {}).get(key, np.zeros(length, dtype))).copy()
-            fits = array.shape == (length,)  # what was learned of a chunk of another length does not
-            kinds[kind(plan, slot, key)].setdefault(name, {})[key] = array if fits else np.zeros(length, dtype)
-    return {**first, "rank": rank, "ranks": plan.ranks, "plan": plan.describe(), **kinds}
+                array = as_numpy(first[TENSORS].get(name, {}).get(key, np.zeros(length, dtype))).copy()
+            fits = key != OWNER and array.shape == (length,)  # what was learned of a chunk of another length does not
+            tensors.setdefault(name, {})[key] = array if fits else np.zeros(length, dtype)
+    per_rank = {name: _per_rank(plan, plan.slots[name], arrays) for name, arrays in tensors.items()}
+    return {**first, "rank": rank, "ranks": plan.ranks, "plan": plan.describe(), PER_RANK: per_rank, TENSORS: tensors}
 
 
 def as_numpy(array: Array) -> Any:
@@ -141,12 +140,16 @@ def kind(plan: Plan, slot: Slot, key: str) -> str:
     return SHARED if key == "step" or key in learned else PER_RANK
 
 
+def _per_rank(plan: Plan, slot: Slot, keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if kind(plan, slot, key) == PER_RANK]
+
+
 def _check_format(state: Saved) -> None:
     if not isinstance(state, Mapping) or "format" not in state or "plan" not in state:
         raise StateError("this is not what Compression.state_dict() returned")
     if state["format"] != FORMAT:
         raise StateError(f"state of format {state['format']}; this version reads format {FORMAT}")
-    missing = {"rank", "ranks", PER_RANK, SHARED} - state.keys()
+    missing = {"rank", "ranks", PER_RANK, TENSORS} - state.keys()
     if missing:
         raise StateError(f"this is not what Compression.state_dict() returned: {', '.join(sorted(missing))} missing")
 

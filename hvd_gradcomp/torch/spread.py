@@ -30,8 +30,8 @@ def spread(old: Plan, new: Plan, places: Sequence[tuple[int, int]], process_set:
     first = next(i for i, (_, n) in enumerate(places) if n)
     before = new.for_ranks(places[first][1])
     for name, slot in new.slots.items():
-        had = before.slots[name].state_layout(new.error_feedback, before.ranks)
-        layout = slot.state_layout(new.error_feedback, new.ranks)
+        had = before.slots[name].state_layout(new.error_feedback, before.ranks, new.dgc)
+        layout = slot.state_layout(new.error_feedback, new.ranks, new.dgc)
         kept = old.slots[name].state if ranks else {}
         for key, array in slot.state.items():
             label = f"gradcomp.spread.{name}.{key}"

@@ -164,11 +164,11 @@ def test_another_shape_or_dtype_of_an_array() -> None:
     for array, says in ((np.zeros(7, np.float32), r"residual of tensor 'w' is float32\[7\], not float32\[30\]"),
                         (np.zeros(30), r"is float64\[30\], not float32\[30\]")):
         wrong = rank.state_dict()
-        wrong["per_rank"]["w"]["residual"] = array
+        wrong["tensors"]["w"]["residual"] = array
         with pytest.raises(StateError, match=says):
             rank.load_state_dict(wrong)
     wrong = rank.state_dict()
-    del wrong["shared"]["w"]["factor"]
+    del wrong["tensors"]["w"]["factor"]
     with pytest.raises(StateError, match=r"tensor 'w': saved .*expected .*factor"):
         rank.load_state_dict(wrong)
     with pytest.raises(StateError, match="format 1; this version reads format 2"):
