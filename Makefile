@@ -50,8 +50,8 @@ demo: $(STAMPS)/package  ## train on 2 ranks with 4 codecs and both frameworks: 
 	@echo "demo: 8 short trainings on 2 Horovod ranks, usually 3 minutes"
 	@$(BIN)/python examples/compare.py
 
-test: $(STAMPS)/package  ## all tests, those on 2 and 3 real ranks too (35 minutes)
-	@echo "test: everything, the parallel tests last, usually 35 minutes on 2 cores"
+test: $(STAMPS)/package  ## all tests, those on 1 to 4 real ranks too (45 minutes)
+	@echo "test: everything, the parallel tests last, usually 45 minutes on 2 cores"
 	@$(BIN)/python -m pytest $(TESTS)
 
 test-np%: $(STAMPS)/package  ## the parallel tests of one world size: test-np2, test-np3 (10 to 15 minutes)
@@ -75,8 +75,8 @@ docs-codecs: $(STAMPS)/package  ## measure all codecs on real gradients again: d
 	@echo "docs-codecs: usually 5 minutes"
 	@$(BIN)/python benchmarks/real_gradients.py
 
-convergence: $(STAMPS)/package  ## train with all codecs again: docs/convergence.md (40 minutes)
-	@echo "convergence: usually 40 minutes"
+convergence: $(STAMPS)/package  ## train with all codecs again: docs/convergence.md (20 minutes)
+	@echo "convergence: usually 20 minutes"
 	@$(BIN)/python benchmarks/convergence.py
 
 exchange: $(STAMPS)/package  ## measure the exchanges on 2, 4 and 8 ranks again: docs/exchange.md (5 minutes)
