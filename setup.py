@@ -34,6 +34,8 @@ EXTRAS = {
 # contraction to fused multiply-adds: they round differently, and the bytes must be the same everywhere.
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fvisibility=hidden",
          "-Wno-psabi", "-pthread"]
+if "sanitize" not in os.environ.get("CFLAGS", ""):
+    FLAGS.append("-g0")  # Python's own flags ask for debug information, ten times the code
 PROCESSORS: dict[str, list[str]] = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
     PROCESSORS |= {"avx2": ["-march=haswell"], "avx512": ["-march=skylake-avx512", "-mprefer-vector-width=512"]}
