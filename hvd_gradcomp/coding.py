@@ -58,6 +58,11 @@ def encode(codec: Codec, memory: Memory, ctx: Ctx) -> Parts:
     return Packed(ctx.ops, blob, own.layout)
 
 
+def layout(codec: Codec, ctx: Ctx) -> Layout:
+    """The codec's layout of the tensor, made once."""
+    return _tensor(codec, ctx).layout
+
+
 def decode(codec: Codec, parts: Parts, acc: Array, ctx: Ctx) -> Array:
     """``acc + decoded values``; ``acc`` is used up. Raises PayloadError for parts that cannot be."""
     if isinstance(codec, Chain):
@@ -204,14 +209,14 @@ def _into(acc: Array, run: Callable[[Host, list[tuple[HostParts, Ctx]]], None], 
           payloads: Sequence[tuple[Parts, Ctx]]) -> Array:
     """Let ``run`` add payloads to ``acc``."""
     ctx = payloads[0][1]
-    layout = _tensor(codec, ctx).layout
+    known = layout(codec, ctx)
     arrays = {"acc": acc, **_moment(codec, ctx)}
     for i, (parts, _) in enumerate(payloads):
         arrays |= _named(str(i), parts)
 
     def on_host(given: dict[str, Host]) -> list[Host]:
         target = given["acc"] if ctx.ops.in_place else given["acc"].copy()
-        run(target, [(_host_parts(given, str(i), layout), _host_ctx(each, given))
+        run(target, [(_host_parts(given, str(i), known), _host_ctx(each, given))
                      for i, (_, each) in enumerate(payloads)])
         return [target]
 

@@ -50,6 +50,8 @@ class Slot:
     state: dict[str, Array] = field(default_factory=dict)
     buffers: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """Payloads that are written anew in each step (``Ctx.buffers``)."""
+    complete: bool = False
+    """Whether all state arrays are there."""
 
     @property
     def codec(self) -> Codec | None:
@@ -133,6 +135,9 @@ class Plan:
 
     def allocate(self, slot: Slot, allocate: Allocate) -> None:
         """Give a slot the state arrays it still lacks."""
+        if slot.complete:
+            return
+        slot.complete = True
         for name, (length, dtype) in slot.state_layout(self.error_feedback, self.ranks, self.dgc).items():
             if name not in slot.state:
                 slot.state[name] = allocate(name, length, dtype)

@@ -26,7 +26,7 @@ class Gather(Exchange):
         return None
 
     def rounds(self, codec: Codec, memory: Memory, ctx: Ctx) -> Rounds:
-        ops, layout = ctx.ops, codec.layout(ctx.spec)
+        ops, layout = ctx.ops, coding.layout(codec, ctx)
         if codec.interactive:
             def send(parts: Parts) -> Generator[Send, Parts, list[Parts]]:
                 sent = tuple(Part(name, int(array.shape[0]), ops.dtype(array)) for name, array in parts.items())
