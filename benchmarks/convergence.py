@@ -52,7 +52,8 @@ def page(runs: list[dict[str, Any]], seeds: list[int]) -> str:
              f"MNIST (4,000 digits), the CNN of `examples/pytorch_mnist.py`, {one['ranks']} Horovod ranks, "
              f"{one['epochs']} epochs, seeds {', '.join(map(str, seeds))}. Accuracies are of 1,000 test digits, where "
              "one digit is 0.1 points; `change` is against the uncompressed run with the same seed.", "",
-             f"Made by `make convergence` with hvd_gradcomp {__version__}, torch {torch.__version__}, Python "
+             f"Made by `python benchmarks/convergence.py --seeds {' '.join(map(str, seeds))}` with hvd_gradcomp "
+             f"{__version__}, torch {torch.__version__}, Python "
              f"{platform.python_version()} on {platform.machine()}.", ""]
     for title, specs in (("Every codec at its default", DEFAULT), ("Aggressive settings", AGGRESSIVE)):
         lines += [f"## {title}", "", "| codec | ratio | accuracy % | mean change | worst change |",

@@ -83,8 +83,9 @@ class Kernel(ABC, Generic[C]):
 class _Tiled(Kernel[C]):
     """A codec whose kernel works tile by tile: one object around the parts does both ways."""
 
+    @abstractmethod
     def bound(self, parts: HostParts, ctx: Ctx) -> Any:
-        raise NotImplementedError
+        """The compiled object."""
 
     def encode(self, source: Source, parts: HostParts, ctx: Ctx) -> None:
         self.bound(parts, ctx).encode(*source, kernels.threads())
