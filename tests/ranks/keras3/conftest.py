@@ -1,14 +1,5 @@
 """TensorFlow ranks that train with Keras 3 alone."""
 
-import horovod.tensorflow as horovod_tensorflow
-import pytest
-import tensorflow as tf
+from tests.ranks.start_tensorflow import hvd
 
-tf.config.threading.set_intra_op_parallelism_threads(1)
-tf.config.threading.set_inter_op_parallelism_threads(2)
-horovod_tensorflow.init()
-
-
-@pytest.fixture
-def hvd():
-    return horovod_tensorflow
+__all__ = ["hvd"]

@@ -2,16 +2,10 @@
 
 import horovod.tensorflow as horovod_tensorflow
 import pytest
-import tensorflow as tf
 
-tf.config.threading.set_intra_op_parallelism_threads(1)
-tf.config.threading.set_inter_op_parallelism_threads(2)
-horovod_tensorflow.init()
+from tests.ranks.start_tensorflow import hvd
 
-
-@pytest.fixture
-def hvd():
-    return horovod_tensorflow
+__all__ = ["hvd", "part"]
 
 
 @pytest.fixture(scope="session")
