@@ -61,8 +61,10 @@ test-np%: $(STAMPS)/package  ## the parallel tests of one world size: test-np2, 
 test-asan: $(STAMPS)/package  ## the kernels under the address and undefined-behaviour sanitizers (3 minutes)
 	@echo "test-asan: builds the kernels with sanitizers, then many random and mutated payloads, usually 3 minutes"
 	@rm -rf build/asan
-	@CFLAGS='-g -fsanitize=address,undefined -fno-sanitize-recover=undefined' HVD_GRADCOMP_BUILDS=portable \
-	  $(BIN)/python setup.py --quiet build --build-base build/asan --build-lib build/asan/lib
+	@HVD_GRADCOMP_CXXFLAGS='-g -fsanitize=address,undefined -fno-sanitize-recover=undefined' \
+	  HVD_GRADCOMP_BUILDS=portable $(BIN)/python setup.py --quiet build --build-base build/asan --build-lib build/asan/lib
+	@grep -q __asan_report build/asan/lib/hvd_gradcomp/kernels/portable*.so || \
+	  { echo "error: the kernels were built without sanitizers"; exit 1; }
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 HVD_GRADCOMP_KERNELS=require HVD_GRADCOMP_FUZZ=$(FUZZ) \
 	  $(BIN)/python -m pytest -o pythonpath='build/asan/lib .' tests/kernels -p no:cacheprovider
