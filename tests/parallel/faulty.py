@@ -3,6 +3,7 @@
 Every rank that ends with an error writes its name and text into the folder of the second argument.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -51,6 +52,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Horovod's launcher asks the others to end as soon as one rank has; they are to say first what they saw
+    # of it, for which it gives them 5 seconds before it kills.
+    faulthandler.register(signal.SIGTERM)
     try:
         main()
     except Exception as error:
