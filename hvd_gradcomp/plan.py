@@ -14,6 +14,7 @@ from hvd_gradcomp.codecs.base import Codec
 from hvd_gradcomp.errors import UsageError
 from hvd_gradcomp.exchange import choose
 from hvd_gradcomp.exchange.base import Exchange
+from hvd_gradcomp.exchange.verified import Verified
 from hvd_gradcomp.memory import dgc as momentum
 from hvd_gradcomp.memory import error_feedback
 from hvd_gradcomp.ops.base import Array
@@ -104,10 +105,12 @@ class Plan:
     """How many reduce together: with another number the plan is another one."""
     dgc: bool = False
     """Whether momentum is applied before compression, see ``memory/dgc.py``."""
+    verify: bool = False
+    """Whether gathered payloads carry checksums."""
 
     @classmethod
     def make(cls, specs: Iterable[TensorSpec], policy: Policy, *, ranks: int, exchange: Exchanges = "auto",
-             seed: int = 0, error_feedback: bool = True, dgc: bool = False,
+             seed: int = 0, error_feedback: bool = True, dgc: bool = False, verify: bool = False,
              refuse: Callable[[TensorSpec], str] = lambda spec: "") -> Plan:
         """Choose for every tensor. ``refuse`` gives an adapter's own reasons not to compress one."""
         slots: dict[str, Slot] = {}
@@ -119,13 +122,15 @@ class Plan:
                 codec, reason = None, refuse(spec)
             # An exchange that cannot carry a codec is an error here, before anything is sent.
             schedule = None if codec is None else codec if isinstance(codec, Schedule) else Schedule((0,), (codec,))
-            slots[spec.name] = Slot(spec, schedule, _stages(schedule, spec, ranks, exchange), reason)
-        return cls(slots, policy, exchange, seed, error_feedback, ranks, dgc)
+            slots[spec.name] = Slot(spec, schedule, _stages(schedule, spec, ranks, exchange, verify), reason)
+        return cls(slots, policy, exchange, seed, error_feedback, ranks, dgc, verify)
 
     def for_ranks(self, ranks: int) -> Plan:
         """The plan for another number of ranks, without state."""
-        slots = {name: Slot(slot.spec, slot.schedule, _stages(slot.schedule, slot.spec, ranks, self.exchange),
-                            slot.reason) for name, slot in self.slots.items()}
+        def stages(slot: Slot) -> tuple[Stage, ...]:
+            return _stages(slot.schedule, slot.spec, ranks, self.exchange, self.verify)
+
+        slots = {name: Slot(slot.spec, slot.schedule, stages(slot), slot.reason) for name, slot in self.slots.items()}
         return replace(self, slots=slots, ranks=ranks)
 
     @property
@@ -146,7 +151,7 @@ class Plan:
         """Everything that ranks must agree on, as JSON values: settings, then a row per tensor."""
         settings = {"version": __version__, "codec": str(self.policy), "exchange": self.exchange,
                     "min_size": self.policy.min_size, "seed": self.seed, "error_feedback": self.error_feedback,
-                    "dgc": self.dgc}
+                    "dgc": self.dgc, "verify": self.verify}
         rows = [[slot.spec.name, list(slot.spec.shape), slot.spec.dtype, slot.codec_text, slot.exchange_text]
                 for slot in self.slots.values()]
         return [settings, *rows]
@@ -156,9 +161,11 @@ class Plan:
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).digest()[:16]
 
 
-def _stages(schedule: Schedule | None, spec: TensorSpec, ranks: int, exchange: Exchanges) -> tuple[Stage, ...]:
+def _stages(schedule: Schedule | None, spec: TensorSpec, ranks: int, exchange: Exchanges,
+            verify: bool) -> tuple[Stage, ...]:
     codecs = schedule.codecs if schedule else ()
-    return tuple(Stage(codec, choose(codec, spec, ranks, _requested(exchange, spec))) for codec in codecs)
+    chosen = [choose(codec, spec, ranks, _requested(exchange, spec)) for codec in codecs]
+    return tuple(Stage(codec, Verified(each) if verify else each) for codec, each in zip(codecs, chosen, strict=True))
 
 
 def _requested(exchange: Exchanges, spec: TensorSpec) -> str:

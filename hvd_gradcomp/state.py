@@ -155,7 +155,9 @@ def _check_format(state: Saved) -> None:
 
 
 def _check_plan(mine: list[Any], saved: list[Any], exchanges: bool = True) -> None:
-    theirs = [{**saved[0], "version": mine[0]["version"]}, *map(list, saved[1:])]
+    # What travels beside the values changes nothing of what is kept.
+    alike = {key: mine[0][key] for key in ("version", "verify")}
+    theirs = [{**saved[0], **alike}, *map(list, saved[1:])]
     if not exchanges:
         mine, theirs = _without_exchanges(mine), _without_exchanges(theirs)
     difference = differences([mine, theirs])

@@ -33,7 +33,8 @@ class LocalWorld:
 
     def __init__(self, spec: Any, shapes: Mapping[str, Sequence[int]], ranks: int, *, ops: Ops | None = None,
                  exchange: str = "auto", min_size: int = 0, seed: int = 0, error_feedback: bool = True,
-                 dgc: bool = False, state: Callable[[Array], Array] = lambda array: array) -> None:
+                 dgc: bool = False, verify: bool = False,
+                 state: Callable[[Array], Array] = lambda array: array) -> None:
         if ops is None:
             from hvd_gradcomp.ops.numpy import NumpyOps
 
@@ -43,7 +44,7 @@ class LocalWorld:
         """What one rank has received so far, counted from what was really sent."""
         specs = [TensorSpec(name, tuple(shape)) for name, shape in shapes.items()]
         self.plans = [Plan.make(specs, Policy.make(spec, min_size), ranks=ranks, exchange=exchange, seed=seed,
-                                error_feedback=error_feedback, dgc=dgc) for _ in range(ranks)]
+                                error_feedback=error_feedback, dgc=dgc, verify=verify) for _ in range(ranks)]
         for plan in self.plans:
             for slot in plan.slots.values():
                 plan.allocate(slot, lambda name, length, dtype: state(ops.zeros((length,), dtype)))

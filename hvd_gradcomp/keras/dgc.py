@@ -21,8 +21,9 @@ def DGCOptimizer(
         optimizer: keras.optimizers.SGD, ratio: float = 0.001, warmup_steps: int = 400,
         warmup_schedule: Sequence[float] | None = None, begin_step: int = 0, clip_norm: float | None = None,
         value_codec: str | Codec | None = None, exchange: str = "auto", *, threshold: str = "exact",
-        min_size: int = DEFAULT_MIN_SIZE, seed: int = 0, process_set: Any = None, backward_passes_per_step: int = 1,
-        average_aggregated_gradients: bool = False, sparse_as_dense: bool = False) -> Any:
+        min_size: int = DEFAULT_MIN_SIZE, seed: int = 0, verify: bool = False, process_set: Any = None,
+        backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
+        sparse_as_dense: bool = False) -> Any:
     """A Keras 3 SGD whose large gradients go by Deep Gradient Compression.
 
     ::
@@ -39,7 +40,7 @@ def DGCOptimizer(
     Args:
         ratio, warmup_steps, warmup_schedule, begin_step, clip_norm, value_codec, threshold: see
             :func:`hvd_gradcomp.torch.DGCOptimizer`.
-        exchange, min_size, seed, process_set, backward_passes_per_step, average_aggregated_gradients,
+        exchange, min_size, seed, verify, process_set, backward_passes_per_step, average_aggregated_gradients,
             sparse_as_dense: see :func:`DistributedOptimizer`.
 
     Raises:
@@ -57,8 +58,8 @@ def DGCOptimizer(
         optimizer.inner_optimizer = _with_sent_updates(optimizer.inner_optimizer)
     else:
         optimizer = _with_sent_updates(optimizer)
-    wrapped = wrap(optimizer, DGC, stages, exchange=exchange, min_size=min_size, seed=seed, process_set=process_set,
-                   backward_passes_per_step=backward_passes_per_step,
+    wrapped = wrap(optimizer, DGC, stages, exchange=exchange, min_size=min_size, seed=seed, verify=verify,
+                   process_set=process_set, backward_passes_per_step=backward_passes_per_step,
                    average_aggregated_gradients=average_aggregated_gradients, sparse_as_dense=sparse_as_dense)
     wrapped.sgd().is_compressed = wrapped.is_compressed
     wrapped.arguments = {
@@ -122,7 +123,8 @@ class DGC(Distributed):
     def _compression(self, variables: Sequence[Any]) -> Compression:
         settings = self.settings
         return Compression(settings.compression, variables, exchange=settings.exchange, min_size=settings.min_size,
-                           process_set=self.process_set, seed=settings.seed, loss_scale=self._scale(),
+                           process_set=self.process_set, seed=settings.seed, verify=settings.verify,
+                           loss_scale=self._scale(),
                            sgd=lambda variable: momentum_of(self.sgd(), variable, self.arguments["clip_norm"]))
 
     def get_config(self) -> dict[str, Any]:

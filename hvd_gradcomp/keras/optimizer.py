@@ -32,6 +32,7 @@ class Settings:
     min_size: int
     seed: int
     error_feedback: bool
+    verify: bool
     op: str
     backward_passes_per_step: int
     average_aggregated_gradients: bool
@@ -43,9 +44,10 @@ class Settings:
 
 def DistributedOptimizer(
         optimizer: keras.optimizers.Optimizer, compression: Any = "none", *, exchange: str = "auto",
-        min_size: int = DEFAULT_MIN_SIZE, seed: int = 0, error_feedback: bool = True, process_set: Any = None,
-        op: Any = hvd.Average, backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
-        gradient_predivide_factor: float = 1.0, sparse_as_dense: bool = False) -> Any:
+        min_size: int = DEFAULT_MIN_SIZE, seed: int = 0, error_feedback: bool = True, verify: bool = False,
+        process_set: Any = None, op: Any = hvd.Average, backward_passes_per_step: int = 1,
+        average_aggregated_gradients: bool = False, gradient_predivide_factor: float = 1.0,
+        sparse_as_dense: bool = False) -> Any:
     """A Keras 3 optimizer that reduces gradients over the ranks, compressed, before it applies them.
 
     ::
@@ -72,7 +74,7 @@ def DistributedOptimizer(
     Args:
         optimizer: any Keras 3 optimizer.
         compression: whatever :class:`hvd_gradcomp.tensorflow.Compression` takes.
-        exchange, min_size, seed, error_feedback, process_set: see there.
+        exchange, min_size, seed, error_feedback, verify, process_set: see there.
         op: ``hvd.Average`` or ``hvd.Sum``.
         backward_passes_per_step: add up that many batches' gradients on each rank before reducing.
         average_aggregated_gradients: divide their sum by that number.
@@ -88,7 +90,7 @@ def DistributedOptimizer(
     """
     check_op(op, gradient_predivide_factor)
     return wrap(checked(optimizer), Distributed, compression, exchange=exchange, min_size=min_size, seed=seed,
-                error_feedback=error_feedback, process_set=process_set, op=op,
+                error_feedback=error_feedback, verify=verify, process_set=process_set, op=op,
                 backward_passes_per_step=backward_passes_per_step,
                 average_aggregated_gradients=average_aggregated_gradients,
                 gradient_predivide_factor=gradient_predivide_factor, sparse_as_dense=sparse_as_dense)
@@ -96,7 +98,8 @@ def DistributedOptimizer(
 
 def wrap(optimizer: Any, mixin: Any, compression: Any, *, exchange: str, min_size: int, seed: int, process_set: Any,
          backward_passes_per_step: int, average_aggregated_gradients: bool, sparse_as_dense: bool,
-         error_feedback: bool = True, op: Any = hvd.Average, gradient_predivide_factor: float = 1.0) -> Any:
+         error_feedback: bool = True, verify: bool = False, op: Any = hvd.Average,
+         gradient_predivide_factor: float = 1.0) -> Any:
     """An object of a subclass of ``mixin`` and of the optimizer's class; see :func:`DistributedOptimizer`."""
     if not is_int(backward_passes_per_step, 1):
         raise SpecError(f"backward_passes_per_step must be a whole number from 1, not {backward_passes_per_step!r}")
@@ -108,7 +111,8 @@ def wrap(optimizer: Any, mixin: Any, compression: Any, *, exchange: str, min_siz
     wrapped = seen_as(distributed_class(type(optimizer), mixin), optimizer)
     wrapped.process_set = global_set(process_set)
     wrapped.settings = Settings(
-        compression, exchange, min_size, seed, error_feedback, next(name for name, o in _OPS.items() if o == op),
+        compression, exchange, min_size, seed, error_feedback, verify,
+        next(name for name, o in _OPS.items() if o == op),
         backward_passes_per_step, average_aggregated_gradients, gradient_predivide_factor, sparse_as_dense, ranks)
     if wrapped.built:
         wrapped.bind(wrapped._trainable_variables)
@@ -143,7 +147,7 @@ class Distributed:
         settings = self.settings
         return Compression(settings.compression, variables, exchange=settings.exchange, min_size=settings.min_size,
                            process_set=self.process_set, seed=settings.seed, error_feedback=settings.error_feedback,
-                           loss_scale=self._scale())
+                           verify=settings.verify, loss_scale=self._scale())
 
     def _scale(self) -> Any:
         """What the gradients that come in are multiplied by."""

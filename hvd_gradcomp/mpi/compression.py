@@ -57,6 +57,8 @@ class Compression:
             divided by it.
         seed: of the stochastic codecs.
         error_feedback: keep what was not sent and add it to the next array of that name.
+        verify: send a checksum with what is gathered; wrong bytes are an error that names their rank, at a cost
+            (``docs/state.md``). For all ranks alike.
 
     Raises:
         SpecError: a spec, exchange or min_size that cannot be.
@@ -65,12 +67,12 @@ class Compression:
 
     def __init__(self, comm: MPI.Intracomm, compression: Any, *, exchange: Exchanges = "auto",
                  min_size: int = DEFAULT_MIN_SIZE, loss_scale: float | Callable[[], float] | None = None, seed: int = 0,
-                 error_feedback: bool = True) -> None:
+                 error_feedback: bool = True, verify: bool = False) -> None:
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise UsageError(f"comm must be an intracommunicator that this rank is part of, such as MPI.COMM_WORLD, "
                              f"not {comm!r}")
         self.plan = Plan.make([], Policy.make(compression, min_size), ranks=comm.size, exchange=exchange, seed=seed,
-                              error_feedback=error_feedback)
+                              error_feedback=error_feedback, verify=verify)
         self.loss_scale = loss_scale
         self._comm = comm.Dup()
         self._comms: dict[str, MPI.Intracomm] = {}  # of the names that the ranks agreed on
@@ -146,7 +148,7 @@ class Compression:
         """The plan of some arrays alone."""
         plan = self.plan
         return Plan.make(specs, plan.policy, ranks=plan.ranks, exchange=plan.exchange, seed=plan.seed,
-                         error_feedback=plan.error_feedback)
+                         error_feedback=plan.error_feedback, verify=plan.verify)
 
     def _add(self, name: str, slot: Slot) -> None:
         self.plan.slots[name] = slot

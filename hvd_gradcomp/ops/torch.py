@@ -1,4 +1,4 @@
-"""The operations on torch tensors of any device. On CUDA nothing here waits for the device."""
+"""The operations on torch tensors of any device. On CUDA nothing here waits for the device, but ``host``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class TorchOps(Ops):
 
     def host(self, function: Callable[[dict[str, Any]], list[Any]], arrays: Mapping[str, Array],
              returns: Sequence[tuple[int, str]]) -> list[Array]:
-        return [torch.from_numpy(array) for array in function({name: x.numpy() for name, x in arrays.items()})]
+        # the one exception: a device waits
+        given = {name: x.cpu().numpy() for name, x in arrays.items()}
+        return [torch.from_numpy(array).to(self.device) for array in function(given)]
 
     def host_update(self, function: Callable[[dict[str, Any]], None], target: Array, arrays: Mapping[str, Array],
                     ok: Array) -> None:

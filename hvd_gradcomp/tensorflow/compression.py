@@ -55,6 +55,8 @@ class Compression(tf.train.experimental.PythonState):  # type: ignore[misc]
             one): residuals are kept divided by it.
         seed: of the stochastic codecs.
         error_feedback: keep what was not sent and add it to the next gradient.
+        verify: send a checksum with what is gathered; wrong bytes are an error that names their rank, at a cost
+            (``docs/state.md``). For all ranks alike.
         sgd: gives what the optimizer does with a variable's gradient, which is then done before
             compression: for the DGC optimizers. Without Horovod's tape, through :attr:`step` alone.
 
@@ -70,10 +72,11 @@ class Compression(tf.train.experimental.PythonState):  # type: ignore[misc]
 
     def __init__(self, compression: Any, variables: Iterable[Any], *, exchange: Exchanges = "auto",
                  min_size: int = DEFAULT_MIN_SIZE, process_set: Any = None, loss_scale: Any = None, seed: int = 0,
-                 error_feedback: bool = True, sgd: Callable[[tf.Variable], Momentum] | None = None) -> None:
+                 error_feedback: bool = True, verify: bool = False,
+                 sgd: Callable[[tf.Variable], Momentum] | None = None) -> None:
         policy = Policy.make(compression, min_size)
         engine = Engine(variables, policy, exchange=exchange, process_set=global_set(process_set),
-                        loss_scale=loss_scale, seed=seed, error_feedback=error_feedback, sgd=sgd)
+                        loss_scale=loss_scale, seed=seed, error_feedback=error_feedback, verify=verify, sgd=sgd)
         self.engine = engine
         self.step = StepReducer(engine)
         """Reduces all gradients of a step at once: for our tape and other wrappers."""

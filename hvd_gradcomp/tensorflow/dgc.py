@@ -38,7 +38,7 @@ class DGCOptimizer:
         variables: the trainable variables.
         ratio, warmup_steps, warmup_schedule, begin_step, clip_norm, value_codec, threshold: see
             :func:`hvd_gradcomp.torch.DGCOptimizer`.
-        exchange, min_size, loss_scale, seed, process_set: see :class:`Compression`. Gradients come
+        exchange, min_size, loss_scale, seed, verify, process_set: see :class:`Compression`. Gradients come
             multiplied by ``loss_scale``, and are divided by it here.
         sparse_as_dense: reduce IndexedSlices as dense (and compressed) gradients.
 
@@ -50,8 +50,8 @@ class DGCOptimizer:
     def __init__(self, optimizer: Any, variables: Iterable[Any], ratio: float = 0.001, warmup_steps: int = 400,
                  warmup_schedule: Sequence[float] | None = None, begin_step: int = 0, clip_norm: float | None = None,
                  value_codec: str | Codec | None = None, exchange: str = "auto", *, threshold: str = "exact",
-                 min_size: int = DEFAULT_MIN_SIZE, loss_scale: Any = None, seed: int = 0, process_set: Any = None,
-                 sparse_as_dense: bool = False) -> None:
+                 min_size: int = DEFAULT_MIN_SIZE, loss_scale: Any = None, seed: int = 0, verify: bool = False,
+                 process_set: Any = None, sparse_as_dense: bool = False) -> None:
         check_sgd(optimizer, clip_norm)
         self.optimizer, self._sparse_as_dense = optimizer, sparse_as_dense
         listed = list(variables)
@@ -59,7 +59,7 @@ class DGCOptimizer:
             dgc(ratio, warmup_steps=warmup_steps, warmup_schedule=warmup_schedule, begin_step=begin_step,
                 value_codec=value_codec, threshold=threshold),
             listed, exchange=exchange, min_size=min_size, process_set=process_set, loss_scale=loss_scale, seed=seed,
-            sgd=lambda variable: momentum_of(optimizer, variable, clip_norm))
+            verify=verify, sgd=lambda variable: momentum_of(optimizer, variable, clip_norm))
         self._velocities = {bound.variable.ref(): tf.Variable(tf.zeros_like(bound.variable), trainable=False)
                             for bound in self.compression.engine.bounds if bound.slot.codec is None}
 

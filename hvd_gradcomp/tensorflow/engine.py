@@ -61,7 +61,7 @@ class Engine:
     one tensor's ops only (a shared one would make the exchanges run one after another)."""
 
     def __init__(self, variables: Iterable[Any], policy: Policy, *, exchange: Exchanges, process_set: Any,
-                 loss_scale: Any, seed: int, error_feedback: bool,
+                 loss_scale: Any, seed: int, error_feedback: bool, verify: bool = False,
                  sgd: Callable[[tf.Variable], Momentum] | None = None) -> None:
         if not tf.executing_eagerly():  # tf.init_scope() is eager
             raise UsageError("create the Compression once, outside of any tf.function: its residuals must outlive "
@@ -76,7 +76,7 @@ class Engine:
             [TensorSpec(name, tuple(tensor.shape), tensor.dtype.name)
              for name, tensor in zip(names, tensors, strict=True)], policy,
             ranks=process_set.size() or 1, exchange=exchange, seed=seed, error_feedback=error_feedback,
-            dgc=sgd is not None,
+            dgc=sgd is not None, verify=verify,
             refuse=lambda spec: "" if dtypes[spec.name].is_floating else f"dtype {dtypes[spec.name].name}")
         self.process_set = process_set
         self.loss_scale = loss_scale

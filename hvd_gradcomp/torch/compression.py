@@ -76,6 +76,8 @@ class Compression:
             are kept divided by it.
         seed: of the stochastic codecs.
         error_feedback: keep what was not sent and add it to the next gradient.
+        verify: send a checksum with what is gathered; wrong bytes are an error that names their rank, at a cost
+            (``docs/state.md``). For all ranks alike.
         sgd: gives what the optimizer does with a parameter's gradient, which is then done before
             compression: for :func:`hvd_gradcomp.torch.DGCOptimizer`.
 
@@ -93,13 +95,13 @@ class Compression:
                  named_parameters: Iterable[tuple[str, torch.nn.Parameter]], *, exchange: Exchanges = "auto",
                  min_size: int = DEFAULT_MIN_SIZE, process_set: Any = hvd.global_process_set,
                  loss_scale: LossScale = None, seed: int = 0, error_feedback: bool = True,
-                 sgd: Callable[[torch.nn.Parameter], Momentum] | None = None) -> None:
+                 verify: bool = False, sgd: Callable[[torch.nn.Parameter], Momentum] | None = None) -> None:
         named = _named(named_parameters)
         complex_names = {name for name, param in named if param.is_complex()}
         self.plan = Plan.make(
             [TensorSpec(name, tuple(param.shape), str(param.dtype).removeprefix("torch.")) for name, param in named],
             Policy.make(compression, min_size), ranks=process_set.size() or 1,
-            exchange=exchange, seed=seed, error_feedback=error_feedback, dgc=sgd is not None,
+            exchange=exchange, seed=seed, error_feedback=error_feedback, dgc=sgd is not None, verify=verify,
             refuse=lambda spec: "complex dtype" if spec.name in complex_names else "")
         self.process_set = process_set
         self.loss_scale = loss_scale

@@ -23,8 +23,8 @@ def DGCOptimizer(
         ratio: float = 0.001, warmup_steps: int = 400, warmup_schedule: Sequence[float] | None = None,
         begin_step: int = 0, clip_norm: float | None = None, value_codec: str | Codec | None = None,
         exchange: str = "auto", *, threshold: str = "exact", min_size: int = DEFAULT_MIN_SIZE,
-        loss_scale: LossScale = None, seed: int = 0, process_set: Any = hvd.global_process_set, op: Any = hvd.Average,
-        **horovod: Any) -> Any:
+        loss_scale: LossScale = None, seed: int = 0, verify: bool = False,
+        process_set: Any = hvd.global_process_set, op: Any = hvd.Average, **horovod: Any) -> Any:
     """``hvd.DistributedOptimizer`` around an SGD whose large gradients go by Deep Gradient Compression.
 
     ::
@@ -53,7 +53,7 @@ def DGCOptimizer(
         clip_norm: largest L2 norm of each compressed tensor's mean gradient, used as
             ``clip_norm * ranks ** -0.5`` on each rank's own; None for no clipping. A compressed stage only.
         value_codec: encodes the values that are sent, such as ``"uniform(bits=8)"``.
-        exchange, min_size, loss_scale, seed, process_set: see :class:`Compression`.
+        exchange, min_size, loss_scale, seed, verify, process_set: see :class:`Compression`.
         threshold: how the largest entries are found, see ``topk``: ``"exact"``, ``"sampled"`` (as in the
             paper), ``"statistical"``.
         op: ``hvd.Average``.
@@ -81,7 +81,8 @@ def DGCOptimizer(
     groups = _Groups(optimizer, clip_norm)
     inner = type(type(optimizer).__name__, (_SentUpdates, type(optimizer)), {})(optimizer.param_groups)
     compression = Compression(spec, groups.named() if named is None else named, exchange=exchange, min_size=min_size,
-                              process_set=process_set, loss_scale=loss_scale, seed=seed, sgd=groups.momentum)
+                              process_set=process_set, loss_scale=loss_scale, seed=seed, verify=verify,
+                              sgd=groups.momentum)
     wrapped = DistributedOptimizer(inner, named, compression, process_set=process_set, op=op, **horovod)
     groups.optimizer = wrapped
     wrapped.sent = {id(param) for _, param in compression.parameters()}
