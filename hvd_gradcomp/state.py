@@ -6,12 +6,13 @@ under ``two_stage``, which differ by rank on purpose. *Shared*: the step count a
 
 In a world of another size every rank starts with the mean over the old ranks of each per-rank array,
 to which the owners' residuals are added, so nothing is lost; shared arrays are taken over, but for what
-was learned of chunks that are cut in another way now.
+was learned of chunks that are cut in another way now. Where ranks left or joined a running job
+(:func:`spread`) the same holds of the ranks that are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,45 @@ def resized(states: Iterable[Saved], plan: Plan, rank: int) -> dict[str, Any]:
             tensors.setdefault(name, {})[key] = array if fits else np.zeros(length, dtype)
     per_rank = {name: _per_rank(plan, plan.slots[name], arrays) for name, arrays in tensors.items()}
     return {**first, "rank": rank, "ranks": plan.ranks, "plan": plan.describe(), PER_RANK: per_rank, TENSORS: tensors}
+
+
+def spread(old: Plan, new: Plan, places: Sequence[tuple[int, int]], rank: int, *,
+           broadcast: Callable[[Any, int, str], Any], add: Callable[[Any, str], Any],
+           store: Callable[[Array, Any], None]) -> None:
+    """Give every rank of a changed world the same share of the residuals, and the shared state of those that had it.
+
+    A residual ``r`` of one in ``n`` ranks counts ``r / n`` in the mean gradient. Every rank gets the
+    sum of ``r / n`` over the ranks that are left, so that counts as much as before; what a dead rank
+    kept is lost. Called on every rank at once.
+
+    Args:
+        old: the plan until now, with this rank's state.
+        new: the one from now on, with all state arrays; they are overwritten.
+        places: for each rank of the new world, its ``(rank, ranks)`` until now; ``ranks`` is 0 for a new one.
+        rank: this one's in the new world.
+        broadcast: ``broadcast(array, root, name)`` gives everyone the new world's rank ``root``'s numpy array.
+        add: ``add(array, name)`` gives the sum over the ranks of a float64 numpy array.
+        store: ``store(target, array)`` writes a numpy array into a state array.
+    """
+    own, ranks = places[rank]
+    first = next(i for i, (_, n) in enumerate(places) if n)
+    before = new.for_ranks(places[first][1])
+    for name, slot in new.slots.items():
+        had = before.slots[name].state_layout(new.error_feedback, before.ranks, new.dgc)
+        kept = {key: as_numpy(array).copy() for key, array in old.slots[name].state.items()} if ranks else {}
+        for key, (length, dtype) in slot.state_layout(new.error_feedback, new.ranks, new.dgc).items():
+            label = f"gradcomp.spread.{name}.{key}"
+            value = np.zeros(length, dtype)
+            if kind(new, slot, key) == SHARED:
+                if had.get(key) == (length, dtype):
+                    value = broadcast(kept.get(key, value), first, label)
+            elif key != OWNER:
+                mine = kept[key].astype(np.float64) / ranks if ranks else np.zeros(length)
+                if key == RESIDUAL and OWNER in kept:
+                    begin, end = bounds(slot.spec.numel, ranks)[own]
+                    mine[begin:end] += kept[OWNER][: end - begin]
+                value = add(mine, label).astype(dtype)
+            store(slot.state[key], value)
 
 
 def as_numpy(array: Array) -> Any:

@@ -121,7 +121,8 @@ class Compression(tf.train.experimental.PythonState):  # type: ignore[misc]
         if not engine.is_member:  # only reached if Horovod reduces over other ranks than we were given
             with tf.control_dependencies([checked]):
                 return tf.zeros(bound.slot.spec.shape, dtype)
-        with tf.control_dependencies([self._order.complete(), self._after_first_check(bound, ticket, checked)]):
+        first = self._after_first_check(bound, ticket, checked)
+        with tf.control_dependencies([engine.still(), self._order.complete(), first]):
             x = tf.identity(x)
         stage = bound.stage()
         [mean] = engine.reduce([(bound, stage, x)], ticket.verdict, engine.name)
@@ -167,6 +168,24 @@ class Compression(tf.train.experimental.PythonState):  # type: ignore[misc]
     def plan(self) -> Plan:
         """Every variable with its codec, exchange and state."""
         return self.engine.plan
+
+    # -- Horovod's elastic mode -----------------------------------------------------------------
+
+    def snapshot(self) -> Any:
+        """What :meth:`rewind` goes back to."""
+        return self.state_dict(), self.plan, self.engine.place
+
+    def rewind(self, snapshot: Any) -> None:
+        """Back to a snapshot of this same object, after a step that was cut off by a lost rank."""
+        saved, plan, self.engine.place = snapshot
+        self.engine.use(plan)
+        state.put(saved, plan, lambda target, array: target.assign(array))
+        self.rejoin()
+
+    def rejoin(self) -> None:
+        """Ranks may have changed: see :meth:`Engine.rejoin`."""
+        self.engine.rejoin()
+        self.step.forget()
 
     @property
     def world(self) -> tuple[int, int]:
@@ -221,4 +240,4 @@ def compression_of(value: Any) -> Compression | None:
 
 
 def _was_used(engine: Engine | None) -> bool:
-    return engine is None or bool(engine.name)
+    return engine is None or engine.place[1] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from hvd_gradcomp import agreement
+from hvd_gradcomp import agreement, state
 from hvd_gradcomp.codecs.base import Ctx
 from hvd_gradcomp.collectives import hvd_tensorflow, local
 from hvd_gradcomp.collectives.hvd_tensorflow import hvd
@@ -83,6 +84,9 @@ class Engine:
         self.sgd = sgd
         self.name = ""
         """Prefix of our collectives; empty until the ranks have agreed."""
+        self.place = 0, 0
+        """``(rank, ranks)`` when they did."""
+        self._world, self._worlds = 0, _allocate("world", 1, "int32")  # how often ranks may have changed
         self.bounds: list[Bound] = []
         for slot, tensor in zip(self.plan.slots.values(), tensors, strict=True):
             self.plan.allocate(slot, _allocate)
@@ -120,11 +124,61 @@ class Engine:
 
         Raises DisagreementError on every rank if they differ.
         """
-        if not self.name:
+        if self.name:
+            return
+        old, place = self.plan, (int(self.process_set.rank()), self.size)
+        with tf.init_scope():  # what is made and exchanged here belongs to no graph
+            if old.ranks != self.size:
+                self.use(old.for_ranks(self.size))
+                for slot in self.plan.slots.values():
+                    self.plan.allocate(slot, _allocate)
             name = agreement.new_name(self.process_set.ranks)
+            places = [self.place]
             if self.size > 1:
                 agreement.check(self.plan, lambda data: hvd_tensorflow.gather_bytes(data, self.process_set, name))
-            self.name = name
+                mine = json.dumps(self.place).encode()
+                places = [tuple(json.loads(each)) for each in
+                          hvd_tensorflow.gather_bytes(mine, self.process_set, f"{name}.places")]
+            if {ranks for _, ranks in places} not in ({0}, {self.size}):
+                self._spread(old, places)
+        self.name, self.place = name, place
+
+    def _spread(self, old: Plan, places: list[tuple[int, int]]) -> None:
+        def broadcast(array: Any, root: int, name: str) -> Any:
+            if self.size == 1:
+                return array
+            return hvd.broadcast(tf.constant(array), self.process_set.ranks[root], name=name,
+                                 process_set=self.process_set).numpy()
+
+        def add(array: Any, name: str) -> Any:
+            if self.size == 1:
+                return array
+            return hvd.allreduce(tf.constant(array), op=hvd.Sum, name=name, process_set=self.process_set).numpy()
+
+        state.spread(old, self.plan, places, self.process_set.rank(), broadcast=broadcast, add=add,
+                     store=lambda target, array: target.assign(array))
+
+    # -- Horovod's elastic mode -----------------------------------------------------------------
+
+    def rejoin(self) -> None:
+        """Ranks may have changed: before the next exchange compare their configurations again, and spread what is
+        kept if they have. Graphs traced before fail from now on."""
+        self.name = ""
+        self._world += 1
+        self._worlds.assign([self._world])
+
+    def use(self, plan: Plan) -> None:
+        """Go on with another plan of the same tensors."""
+        self.plan = plan
+        for bound in self.bounds:
+            bound.slot = plan.slots[bound.slot.spec.name]
+
+    def still(self) -> tf.Operation:
+        """Fails at run time if the ranks have changed since this graph was traced: the number of ranks, and what is
+        kept for them, are part of it."""
+        return tf.raw_ops.Assert(condition=tf.equal(self._worlds[0], self._world), data=[
+            "this graph was traced before the ranks changed: make the tf.function that reduces gradients inside the "
+            "function that hvd_gradcomp.tensorflow.elastic.run calls, and reduce with our tape or optimizers"])
 
     def flat(self, bound: Bound, grad: tf.Tensor) -> tf.Tensor:
         """A gradient as the codecs take it: float32 ``[numel]``."""

@@ -36,6 +36,11 @@ class StepReducer:
         self._kinds: dict[tuple[int, ...], bytes] = {}
         self._trace: Any = lambda: None
         self._passes = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Trace anew, and compare anew which gradients there are: ranks have changed."""
+        self._kinds.clear()
         self._traced = tf.function(self._reduce, autograph=False, reduce_retracing=True)
 
     @as_written
@@ -59,7 +64,11 @@ class StepReducer:
         if sparse_as_dense:
             grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
         if not engine.exchanges:
-            return self._alone(grads, bounds) if engine.plan.dgc else list(grads)
+            if not engine.plan.dgc:
+                return list(grads)
+            if engine.is_member:
+                engine.agree()
+            return self._alone(grads, bounds)
         self.used = True
         engine.agree()
         grads = self._alike(grads, bounds)
@@ -69,6 +78,9 @@ class StepReducer:
     def _reduce(self, grads: Sequence[Gradient], indices: Sequence[int], op: Any, predivide: float) -> list[Gradient]:
         scope = f"{self._engine.name}.{self._pass()}"
         bounds = [self._engine.bounds[index] for index in indices]
+        with tf.control_dependencies([self._engine.still()]):
+            grads = [None if grad is None else tf.nest.map_structure(tf.identity, grad, expand_composites=True)
+                     for grad in grads]
         inputs = [self._prepare(grad, bound) for grad, bound in zip(grads, bounds, strict=True)]
         verdict = self._verdict(inputs, scope)
         stages = [bound.stage() for bound in bounds]

@@ -22,7 +22,6 @@ from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.plan import Exchanges, Plan, Slot
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
 from hvd_gradcomp.spec import TensorSpec
-from hvd_gradcomp.torch.spread import spread
 
 LossScale = Any
 """A number, a one-element tensor, a callable, or a GradScaler."""
@@ -381,13 +380,24 @@ class Compression:
         places = [tuple(json.loads(place)) for place in self.gather_bytes(json.dumps(self._place).encode())]
         if {count for _, count in places} not in ({0}, {ranks}):
             self._allocate_all()
-            spread(old, self.plan, places, self.process_set)
+            self._spread(old, places)
         self._place = rank, ranks
         self._name = name
         self._ranks = list(self.process_set.ranks)
         self._token = torch.tensor(token.values(self._ranks, hvd.rank(), hvd.size()))
         self._token_checked = False
         self._fill_buckets()
+
+    def _spread(self, old: Plan, places: list[tuple[int, int]]) -> None:
+        def broadcast(array: Any, root: int, name: str) -> Any:
+            return hvd.broadcast(torch.from_numpy(array), self.process_set.ranks[root], name=name,
+                                 process_set=self.process_set).numpy()
+
+        def add(array: Any, name: str) -> Any:
+            return hvd.allreduce(torch.from_numpy(array), op=hvd.Sum, name=name, process_set=self.process_set).numpy()
+
+        state.spread(old, self.plan, places, self.world[0], broadcast=broadcast, add=add,
+                     store=lambda target, array: target.copy_(torch.from_numpy(array)))
 
     def _fill_buckets(self) -> None:
         """Neighboring tensors that go by all-to-all share messages of up to BUCKET bytes. Those of a schedule,

@@ -18,7 +18,7 @@ class CompressionStateHandler(horovod.StateHandler):  # type: ignore[misc]
 
     Residuals differ by rank, so nothing is broadcast from rank 0: a commit keeps this rank's own, a
     restore puts them back, and after the ranks have changed the first step spreads them
-    (:mod:`hvd_gradcomp.torch.spread`).
+    (:func:`hvd_gradcomp.state.spread`).
     """
 
     def __init__(self, compression: Compression) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ import pytest
 from hvd_gradcomp import checkpoint, state
 from hvd_gradcomp.collectives.local import LocalWorld
 from hvd_gradcomp.exchange.two_stage import OWNER, bounds
+from hvd_gradcomp.memory import Momentum
+from hvd_gradcomp.plan import Plan
 from tests.contract import values
 from tests.contract.laws import MIN_SIZE, SHAPES
 from tests.contract.specs import ALL, CARRIED, COMPRESSING, LAST
@@ -117,3 +121,86 @@ def test_some_codecs_are_resized_with_a_residual() -> None:
         train(world, range(2))
         assert np.abs(kept(world, "weight")).max() > 0.01
         assert exchange == "auto" or all(plan.slots["weight"].state[OWNER].any() for plan in world.plans)
+
+
+DGC: dict[int, Any] = {0: "topk(ratio=0.2)", 2: "topk(ratio=0.05) + uniform(bits=8)"}
+SGD = Momentum(0.9)
+
+
+def dgc_world(ranks: int, exchange: str, steps: int = 0) -> LocalWorld:
+    """A world under Deep Gradient Compression, trained for some steps."""
+    world = LocalWorld(DGC, SHAPES, ranks, min_size=MIN_SIZE, exchange=exchange, dgc=True)
+    for step in range(steps):
+        world.step(values.gradients(step, ranks, SHAPES), sgd=SGD)
+    return world
+
+
+def velocity(plans: list[Plan], name: str, ranks: int) -> Any:
+    return sum(plan.slots[name].state["momentum"].astype(np.float64) for plan in plans) / ranks
+
+
+@pytest.mark.parametrize("exchange", ["gather", "two_stage", "sparse_split"])
+def test_dgc_is_restored_bitwise_and_resized_by_the_rule(exchange: str) -> None:
+    """Case K1 (c, d): velocity and accumulated velocity, step and stage."""
+    straight, resumed = dgc_world(3, exchange, 3), dgc_world(3, exchange)
+    states = save(straight)
+    assert set(states[0]["per_rank"]["weight"]) >= {"residual", "momentum"}
+    load(resumed, states)
+    outs = [world.step(values.gradients(3, 3, SHAPES), sgd=SGD) for world in (resumed, straight)]
+    assert same([outs[0]], [outs[1]])
+    for after in (2, 4, 1):
+        new = dgc_world(after, exchange)
+        load(new, [state.resized(states, plan, rank) for rank, plan in enumerate(new.plans)])
+        old = dgc_world(3, exchange)
+        load(old, states)
+        for name in (name for name, slot in new.plans[0].slots.items() if slot.stages):
+            np.testing.assert_allclose(kept(new, name), kept(old, name), rtol=2e-7, atol=1e-30)
+            before = velocity(old.plans, name, 3)
+            assert np.abs(before).max() > 0.01
+            np.testing.assert_allclose(velocity(new.plans, name, after), before, rtol=2e-7, atol=1e-30)
+            assert int(new.plans[0].slots[name].state["step"][0]) == 3
+
+
+class Meeting:
+    """Ranks as threads: what they exchange in ``state.spread``."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier, self.box = threading.Barrier(ranks, timeout=20), [np.zeros(0)] * ranks
+
+    def gather(self, rank: int, array: Any) -> list[Any]:
+        self.box[rank] = array
+        self.barrier.wait()
+        everyone = list(self.box)
+        self.barrier.wait()
+        return everyone
+
+    def spread(self, rank: int, old: Plan, new: Plan, places: list[tuple[int, int]]) -> None:
+        state.spread(old, new, places, rank, store=np.copyto,
+                     broadcast=lambda array, root, name: self.gather(rank, array)[root],
+                     add=lambda array, name: sum(self.gather(rank, array)))
+
+
+@pytest.mark.parametrize("places", [[(0, 3), (2, 3)], [(1, 3), (0, 0), (0, 3), (2, 3)], [(2, 3), (0, 0), (0, 0)],
+                                    [(1, 3)]], ids=["lost", "joined", "same number", "alone"])
+@pytest.mark.parametrize("exchange", ["gather", "two_stage"])
+def test_what_is_left_is_spread_over_those_that_are_there(exchange: str, places: list[tuple[int, int]]) -> None:
+    """Elastic mode: everyone gets the same share, which counts as much as what the survivors kept."""
+    old, ranks = dgc_world(3, exchange, 4), len(places)
+    new = dgc_world(ranks, exchange)
+    survivors = [old.plans[rank] for rank, n in places if n]
+    meeting = Meeting(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(lambda rank: meeting.spread(rank, old.plans[places[rank][0]], new.plans[rank], places),
+                      range(ranks)))
+    for name in (name for name, slot in new.plans[0].slots.items() if slot.stages):
+        shares = [plan.slots[name].state for plan in new.plans]
+        for key in ("residual", "momentum"):
+            assert all(share[key].tobytes() == shares[0][key].tobytes() for share in shares)
+        np.testing.assert_allclose(shares[0]["momentum"], velocity(survivors, name, 3), rtol=1e-6, atol=1e-30)
+        dead = LocalWorld(DGC, SHAPES, 3, min_size=MIN_SIZE, exchange=exchange, dgc=True)
+        load(dead, save(old))
+        for rank in {0, 1, 2} - {rank for rank, n in places if n}:
+            for array in dead.plans[rank].slots[name].state.values():
+                array[:] = 0
+        np.testing.assert_allclose(kept(new, name), kept(dead, name), rtol=1e-6, atol=1e-7)
+        assert all(int(share["step"][0]) == 4 for share in shares)

@@ -23,9 +23,11 @@ def elastic(hosts: str, folder: Path, program: list[str], ranks: int) -> str:
 
 
 @pytest.mark.np3
-def test_a_rank_joins_and_one_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["elastic.py sgd", "elastic.py dgc", "elastic_tensorflow.py"])
+def test_a_rank_joins_and_one_is_killed(program: str, tmp_path: Path) -> None:
     """2, then 3, then 2 ranks: at every step nothing is lost but what the dead rank had kept at the last commit."""
-    output = elastic("localhost:2\n", tmp_path, [str(ROOT / "tests" / "parallel" / "elastic.py"), str(tmp_path)], 2)
+    name, *kind = program.split()
+    output = elastic("localhost:2\n", tmp_path, [str(ROOT / "tests" / "parallel" / name), str(tmp_path), *kind], 2)
     assert (tmp_path / "done").exists(), output[-5000:]
     assert (tmp_path / "done").read_text() == "[2, 3, 2]"
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 import hvd_gradcomp.tensorflow as gradcomp
 from hvd_gradcomp.errors import DisagreementError, ProcessSetError, SpecError, StateError, UsageError
 
-from .world import TAPES, World, randn
+from .world import TAPES, World, mean_over_ranks, randn
 
 SPEC = "uniform(bits=3, block=64, stochastic=True)"
 
@@ -118,3 +118,49 @@ def test_what_cannot_be_meant(hvd, part):
         gradcomp.Compression("sign", variables=[v, v])
     with pytest.raises(UsageError, match="outside of any"):
         tf.function(lambda: gradcomp.Compression("sign", variables=[v]))()
+
+
+@pytest.mark.parametrize("tape", TAPES)
+def test_a_graph_that_was_traced_before_the_ranks_changed_fails(hvd, tape):
+    """Elastic mode: it would exchange for the ranks there were. What is traced afterwards goes on with the state."""
+    world = World("topk(ratio=0.1)", {"w": (50,)}, tape=tape)
+    world.reduce({"w": randn(50, seed=1)})
+    before = world.states()
+    hvd.allreduce(tf.ones(1), name="all are here")
+    world.compression.rejoin()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="traced before the ranks changed"):
+        world.reduce({"w": randn(50, seed=2)})
+    assert all(np.array_equal(array, before[name]) for name, array in world.states().items())
+    if tape == "ours":  # the stock tape's graph is kept by Horovod
+        world._run = tf.function(world._gradients)
+        total = world.reduce({"w": randn(50, seed=2)})["w"] + world.residual("w")
+        kept = hvd.allgather_object(before["w/residual"])
+        want = mean_over_ranks(lambda rank: kept[rank] + randn(50, seed=2, rank=rank))
+        np.testing.assert_allclose(total, want, atol=1e-5)
+
+
+def test_another_list_of_variables_is_an_error_on_every_rank(hvd):
+    last = hvd.size() - 1
+    shapes = {"w": (100,), **({"only here": (7,)} if hvd.rank() == last else {})}
+    world = World("sign", shapes, tape="ours")
+    with pytest.raises(DisagreementError, match=rf"rank {last}: tensor 'only here' is there; it is missing"):
+        world.reduce({name: randn(*shape, seed=1) for name, shape in shapes.items()})
+
+
+def test_another_version_is_an_error_on_every_rank(hvd, monkeypatch):
+    if hvd.rank() == hvd.size() - 1:
+        monkeypatch.setattr("hvd_gradcomp.plan.__version__", "0.0.9")
+    world = World("sign", {"w": (100,)}, tape="ours")
+    with pytest.raises(DisagreementError, match=rf"rank {hvd.size() - 1}: version is '0.0.9', not"):
+        world.reduce({"w": randn(100, seed=1)})
+
+
+def test_verify_changes_no_bit_and_must_be_alike(hvd):
+    plain, verified = (World("topk(ratio=0.1) + uniform(bits=8)", {"w": (300,)}, tape="ours", verify=verify,
+                             exchange="two_stage") for verify in (False, True))
+    for seed in range(3):
+        grad = {"w": randn(300, seed=seed)}
+        assert verified.reduce(grad)["w"].tobytes() == plain.reduce(grad)["w"].tobytes()
+    world = World("sign", {"w": (100,)}, tape="ours", verify=hvd.rank() == 0)
+    with pytest.raises(DisagreementError, match="verify is"):
+        world.reduce({"w": randn(100, seed=1)})
