@@ -28,3 +28,20 @@ def test_no_fault_of_a_rank_hangs_the_others(fault: str, transport: str, tmp_pat
         assert said["rank1"] == "ZeroDivisionError: a mistake in the user's backward pass"
     if fault == "hang" or transport == "gloo":  # otherwise mpirun ends the survivor at once
         assert said.get("rank0", "").startswith("HorovodInternalError"), f"{said}\n{run.stdout[-3000:]}"
+
+
+@pytest.mark.np2
+@pytest.mark.parametrize(("fault", "transport"), [("kill", "gloo"), ("raise", "mpi"), ("corrupt", "gloo")])
+def test_the_same_in_tensorflow(fault: str, transport: str, tmp_path: Path) -> None:
+    """And with ``verify=True`` a rank whose bytes are changed on their way is named by every rank."""
+    program = str(ROOT / "tests" / "parallel" / "faulty_tensorflow.py")
+    run = horovodrun(2, transport, [sys.executable, program, fault, str(tmp_path)], timeout=240,
+                     env={**STALL, "PYTHONPATH": str(ROOT)})
+    assert run.returncode != 0, run.stdout[-3000:]
+    said = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    if fault == "raise":
+        assert "ZeroDivisionError: a mistake in the user's backward pass" in said["rank1"]
+    if fault == "corrupt":
+        assert len(said) == 2 and all("the bytes from rank 1 (of 2" in text for text in said.values()), said
+    elif transport == "gloo":
+        assert "node gradcomp." in said.get("rank0", ""), f"{said}\n{run.stdout[-3000:]}"

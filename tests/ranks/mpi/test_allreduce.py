@@ -5,7 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from hvd_gradcomp.errors import DisagreementError, StateError, UsageError
+from hvd_gradcomp.collectives import mpi
+from hvd_gradcomp.errors import DisagreementError, PayloadError, StateError, UsageError
 from hvd_gradcomp.exchange import EXCHANGES
 from hvd_gradcomp.exchange.two_stage import OWNER, bounds
 from hvd_gradcomp.mpi import Compression
@@ -196,3 +197,26 @@ def test_bytes_follow_the_formula(comm):
 
 def test_no_framework_is_imported():
     assert not {"horovod", "torch", "tensorflow"} & set(sys.modules)
+
+
+@pytest.mark.parametrize(("spec", "exchange"), [("uniform(bits=8)", "gather"), ("powersgd(rank=2)", "gather")])
+def test_verify_names_the_rank_whose_bytes_are_wrong(comm, spec, exchange, monkeypatch):
+    plain, verified = (Compression(comm, spec, exchange=exchange, min_size=0, verify=verify)
+                       for verify in (False, True))
+    for step in range(2):
+        one, other = (each.allreduce(normal(step, comm.rank, (40, 30)), name="x") for each in (plain, verified))
+        assert one.tobytes() == other.tobytes()
+    before, last = verified.state_dict()["tensors"]["x"], comm.size - 1
+    combine = mpi.OpenExchange._combine
+
+    def corrupted(self, part, how):
+        part = part.copy()
+        part[3] ^= 8
+        return combine(self, part, how)
+
+    if comm.rank == last:
+        monkeypatch.setattr(mpi.OpenExchange, "_combine", corrupted)
+    with pytest.raises(PayloadError, match=rf"the bytes from rank {last} \(of {comm.size}"):
+        verified.allreduce(normal(3, comm.rank, (40, 30)), name="x")
+    after = verified.state_dict()["tensors"]["x"]
+    assert all(after[key].tobytes() == array.tobytes() for key, array in before.items())

@@ -5,9 +5,11 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 
 import hvd_gradcomp.tensorflow as gradcomp
 from hvd_gradcomp.errors import DisagreementError, ProcessSetError, SpecError, StateError, UsageError
+from hvd_gradcomp.tensorflow import elastic
 
 from .world import TAPES, World, mean_over_ranks, randn
 
@@ -164,3 +166,13 @@ def test_verify_changes_no_bit_and_must_be_alike(hvd):
     world = World("sign", {"w": (100,)}, tape="ours", verify=hvd.rank() == 0)
     with pytest.raises(DisagreementError, match="verify is"):
         world.reduce({"w": randn(100, seed=1)})
+
+
+@pytest.mark.parametrize(("message", "ours"), [
+    ("Connection closed by peer\n\t [[{{node cond/gradcomp.1a2b.0.w.1.chunks}}]] [Op:__inference]", True),
+    ("{{function_node __wrapped__HorovodAlltoall_device_/CPU:0}} Connection reset [Op:HorovodAlltoall]", True),
+    ('File "hvd_gradcomp/tensorflow/tape.py", line 1\nZeroDivisionError: x\n\t [[{{node PyFunc}}]]', False)])
+def test_elastic_mode_goes_on_after_horovods_failures_only(hvd, message, ours):
+    """Any other error would come again after every restore."""
+    with pytest.raises(HorovodInternalError if ours else tf.errors.UnknownError), elastic.horovod_errors():
+        raise tf.errors.UnknownError(None, None, message)
