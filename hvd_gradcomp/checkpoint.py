@@ -17,6 +17,7 @@ import os
 import uuid
 import zipfile
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
@@ -34,8 +35,8 @@ _Result = TypeVar("_Result")
 class Saveable(Protocol):
     """What a checkpoint asks of a Compression."""
 
-    @property
-    def plan(self) -> Plan: ...
+    def plan_for(self, saved: state.Saved) -> Plan:
+        """The plan, with all its state arrays, that ``saved`` is to fit."""
 
     @property
     def world(self) -> tuple[int, int]:
@@ -167,12 +168,13 @@ def _shard(name: str, rank: int, ranks: int) -> str:
 def _read(path: Path, compression: Saveable) -> dict[str, Any]:
     """What this rank is to load, checked against its plan."""
     rank, ranks = compression.world
-    compression.state_dict()  # every state array exists from here on
     saved_ranks, shard = _open(path)
-    shards = map(shard, [rank] if saved_ranks == ranks else range(saved_ranks))
     try:
-        found = next(shards) if saved_ranks == ranks else state.resized(shards, compression.plan, rank)
-        state.check(found, compression.plan, rank, ranks)
+        found = shard(rank if saved_ranks == ranks else 0)
+        plan = compression.plan_for(found)
+        if saved_ranks != ranks:
+            found = state.resized(chain([found], map(shard, range(1, saved_ranks))), plan, rank)
+        state.check(found, plan, rank, ranks)
     except StateError as error:
         raise StateError(f"{path}: {error}") from None
     return found

@@ -184,25 +184,44 @@ class Compression:
         overhead = wire_bytes("sum", 4, self._comm.size) * len(self.plan.slots)
         return stats.summary(self.plan, self._comm.size, self._steps, extra, overhead)
 
+    @property
+    def world(self) -> tuple[int, int]:
+        """``(rank, ranks)`` in the communicator."""
+        return self._comm.rank, self._comm.size
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Everyone's bytes in rank order; waits for all ranks."""
+        return mpi.gather_bytes(data, self._comm)
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and codec state: numpy arrays and plain values, for one file per rank."""
-        return state.save(self.plan, self._comm.rank, self._comm.size, np.copy)
+        """This rank's residuals and codec state: numpy arrays and plain values, for one file per rank. See
+        :mod:`hvd_gradcomp.checkpoint` for files, and :mod:`hvd_gradcomp.state` for what it holds."""
+        return state.save(self.plan, *self.world, np.copy)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` of the same rank, number of ranks and configuration, on every rank.
 
         Raises StateError, before anything is changed, if it does not fit.
         """
-        try:
-            saved = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype, *_ in state_dict["plan"][1:]]
-        except (KeyError, TypeError, ValueError):
-            saved = []  # restore() says what is wrong with it
-        new = self._slots(saved)
-        for slot in new.slots.values():
-            new.allocate(slot, lambda _, length, dtype: OPS.zeros((length,), dtype))
-        state.restore(state_dict, new, self._comm.rank, self._comm.size, np.copyto)
+        new = self.plan_for(state_dict)
+        state.restore(state_dict, new, *self.world, np.copyto)
         for name, slot in new.slots.items():
             self._add(name, slot)
+
+    def plan_for(self, saved: Mapping[str, Any]) -> Plan:
+        """The plan of the arrays that were saved: names become known when they are first used, here or there."""
+        try:
+            specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype, *_ in saved["plan"][1:]]
+        except (KeyError, TypeError, ValueError):
+            specs = []  # what checks it says what is wrong
+        new = self._slots(specs)
+        for slot in new.slots.values():
+            new.allocate(slot, lambda _, length, dtype: OPS.zeros((length,), dtype))
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("a Compression cannot be copied or pickled: it owns communicators. Save its state_dict(), and "
+                         "load that into a new Compression")
 
     def free(self) -> None:
         """Give the duplicated communicators back. Collective; nothing may be open."""

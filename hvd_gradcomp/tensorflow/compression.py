@@ -205,6 +205,10 @@ class Compression(tf.train.experimental.PythonState):  # type: ignore[misc]
         """
         state.restore(state_dict, self.plan, *self.world, lambda target, saved: target.assign(saved))
 
+    def plan_for(self, saved: Mapping[str, Any]) -> Plan:
+        """For :mod:`hvd_gradcomp.checkpoint`: the plan with all state arrays."""
+        return self.plan
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError("a Compression cannot be copied or pickled: it is bound to the variables of one model. Save "
                          "its state_dict(), and load that into a new Compression")

@@ -475,6 +475,11 @@ class Compression:
         self._put(state_dict)
         self._place = self.world
 
+    def plan_for(self, saved: Mapping[str, Any]) -> Plan:
+        """For :mod:`hvd_gradcomp.checkpoint`: the plan with all state arrays."""
+        self._allocate_all()
+        return self.plan
+
     def _put(self, state_dict: Mapping[str, Any]) -> None:
         state.put(state_dict, self.plan, lambda target, saved: target.copy_(torch.as_tensor(saved)))
         for b in self._bound.values():

@@ -68,6 +68,9 @@ class Rank:
     def state_dict(self) -> dict[str, Any]:
         return state.save(self.plan, *self.world, np.copy)
 
+    def plan_for(self, saved: state.Saved) -> Plan:
+        return self.plan
+
     def load_state_dict(self, state_dict: state.Saved) -> None:
         state.restore(state_dict, self.plan, *self.world, np.copyto)
 
