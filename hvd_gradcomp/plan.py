@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvd_gradcomp.codecs.base import Codec
-from hvd_gradcomp.errors import UsageError
+from hvd_gradcomp.errors import SpecError, UsageError
 from hvd_gradcomp.exchange import choose
 from hvd_gradcomp.exchange.base import Exchange
+from hvd_gradcomp.exchange.hierarchical import Hierarchical
 from hvd_gradcomp.exchange.verified import Verified
 from hvd_gradcomp.memory import dgc as momentum
 from hvd_gradcomp.memory import error_feedback
@@ -122,7 +123,11 @@ class Plan:
                 codec, reason = None, refuse(spec)
             # An exchange that cannot carry a codec is an error here, before anything is sent.
             schedule = None if codec is None else codec if isinstance(codec, Schedule) else Schedule((0,), (codec,))
-            slots[spec.name] = Slot(spec, schedule, _stages(schedule, spec, ranks, exchange, verify), reason)
+            stages = _stages(schedule, spec, ranks, exchange, verify)
+            if dgc and any(isinstance(stage.exchange, Hierarchical) for stage in stages):
+                raise SpecError("exchange='hierarchical': what a host sends is no rank's own, so momentum correction "
+                                "cannot tell which of a rank's velocities to clear; use exchange='auto'")
+            slots[spec.name] = Slot(spec, schedule, stages, reason)
         return cls(slots, policy, exchange, seed, error_feedback, ranks, dgc, verify)
 
     def for_ranks(self, ranks: int) -> Plan:
@@ -137,6 +142,11 @@ class Plan:
     def compresses(self) -> bool:
         """Whether any tensor is compressed."""
         return any(slot.codec is not None for slot in self.slots.values())
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """Those of all tensors and stages."""
+        return [stage.exchange for slot in self.slots.values() for stage in slot.stages]
 
     def allocate(self, slot: Slot, allocate: Allocate) -> None:
         """Give a slot the state arrays it still lacks."""
@@ -165,7 +175,13 @@ def _stages(schedule: Schedule | None, spec: TensorSpec, ranks: int, exchange: E
             verify: bool) -> tuple[Stage, ...]:
     codecs = schedule.codecs if schedule else ()
     chosen = [choose(codec, spec, ranks, _requested(exchange, spec)) for codec in codecs]
-    return tuple(Stage(codec, Verified(each) if verify else each) for codec, each in zip(codecs, chosen, strict=True))
+    return tuple(Stage(codec, _verified(each) if verify else each) for codec, each in zip(codecs, chosen, strict=True))
+
+
+def _verified(exchange: Exchange) -> Exchange:
+    if isinstance(exchange, Hierarchical):  # what stays inside a host is no payload
+        return replace(exchange, between=Verified(exchange.between))
+    return Verified(exchange)
 
 
 def _requested(exchange: Exchanges, spec: TensorSpec) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_gradcomp import require
+from hvd_gradcomp.collectives.process_sets import Sets
 from hvd_gradcomp.exchange.base import BUCKET, Commit, Flow
 from hvd_gradcomp.ops.base import Array
 
@@ -25,9 +26,13 @@ def gather_bytes(data: bytes, process_set: Any, name: str) -> list[bytes]:
         return list(hvd.allgather_object(data, name=name, process_set=process_set))
 
 
-def run(flows: Mapping[str, Flow], process_set: Any, verdict: Array) -> dict[str, Array]:
+def run(flows: Mapping[str, Flow], sets: Sets, verdict: Array) -> dict[str, Array]:
     """Trace flows to their ends, by name; ops are named ``<name>.<round>.<part>``, the verdict is for all
-    commits. Their all-to-alls share messages, so all ranks trace flows of the same names together."""
+    commits. Their all-to-alls share messages, so all ranks trace flows of the same names together.
+
+    Args:
+        sets: the process set of each group that flows combine over; that of all ranks under None.
+    """
     answers: dict[str, Any] = dict.fromkeys(flows)
     results: dict[str, Array] = {}
     number = 0
@@ -45,13 +50,13 @@ def run(flows: Mapping[str, Flow], process_set: Any, verdict: Array) -> dict[str
             answers[name] = {}
             for part, array in request.parts.items():
                 full = f"{name}.{number}.{part}"
-                if request.how == "all_to_all":
+                if request.how == "all_to_all" and request.group is None:
                     rows[full] = array
                     answers[name][part] = full  # until it is there
                 else:
-                    answers[name][part] = _combine(array, request.how, full, process_set)
+                    answers[name][part] = _combine(array, request.how, full, sets[request.group])
         for each in _buckets(rows):
-            received = _all_to_all(each, process_set)
+            received = _all_to_all(each, sets[None])
             for answer in answers.values():
                 if isinstance(answer, dict):
                     answer.update({part: received[full] for part, full in answer.items()
@@ -73,6 +78,8 @@ def allgather(x: Array, name: str, process_set: Any) -> Array:
 
 
 def _combine(x: Array, how: str, name: str, process_set: Any) -> Array:
+    if how == "all_to_all":
+        return _all_to_all({name: x}, process_set)[name]
     if how == "gather":
         return tf.reshape(allgather(x, name, process_set), (process_set.size(), x.shape[0]))
     return allreduce(x, hvd.Sum if how == "sum" else hvd.Max, name, process_set)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp import require
+from hvd_gradcomp.collectives.process_sets import Sets
 from hvd_gradcomp.exchange.base import Commit, Flow, Send
 from hvd_gradcomp.ops.base import Array
 
@@ -107,11 +108,12 @@ class OpenExchange:
     :meth:`finish_round`.
 
     Args:
+        sets: the process set of each group that it combines over; that of all ranks under None.
         bucket: what its first all-to-all travels in, if not alone, and its place there.
     """
 
-    def __init__(self, name: str, flow: Flow, process_set: Any, bucket: tuple[Bucket, int] | None = None) -> None:
-        self.name, self.flow, self.process_set = name, flow, process_set
+    def __init__(self, name: str, flow: Flow, sets: Sets, bucket: tuple[Bucket, int] | None = None) -> None:
+        self.name, self.flow, self.sets = name, flow, sets
         self.round = 0
         self.committing = False
         self._bucket = bucket
@@ -124,13 +126,13 @@ class OpenExchange:
             self.committing = True
             return
         for part, tensor in request.parts.items():
-            if request.how == "all_to_all" and self._bucket is not None:
+            if request.how == "all_to_all" and request.group is None and self._bucket is not None:
                 (bucket, place), self._bucket = self._bucket, None
                 self._running[part] = bucket.add(place, tensor)
                 continue
             # Named by parameter, round and part, never by step: Horovod's response cache stays warm.
             name = f"{self.name}.{self.round}.{part}"
-            self._running[part] = _Collective(tensor, request.how, name, self.process_set)
+            self._running[part] = _Collective(tensor, request.how, name, self.sets[request.group])
 
     def ready(self) -> bool:
         """Whether this round's collectives are done, so that finishing it would not wait."""

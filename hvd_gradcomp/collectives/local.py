@@ -41,7 +41,7 @@ class LocalWorld:
             ops = NumpyOps()
         self.ops, self.ranks, self.seed = ops, ranks, seed
         self.received_bytes = 0.0
-        """What one rank has received so far, counted from what was really sent."""
+        """What rank 0 has received so far, counted from what was really sent."""
         specs = [TensorSpec(name, tuple(shape)) for name, shape in shapes.items()]
         self.plans = [Plan.make(specs, Policy.make(spec, min_size), ranks=ranks, exchange=exchange, seed=seed,
                                 error_feedback=error_feedback, dgc=dgc, verify=verify) for _ in range(ranks)]
@@ -105,17 +105,30 @@ class LocalWorld:
                     results[rank] = end.value
             if not requests:
                 return results
-            if len(requests) != len(flows) or len({_shape_of(request) for request in requests}) != 1:
+            if len(requests) != len(flows) or len({type(request) for request in requests}) != 1:
                 raise UsageError(f"ranks do not send alike: {[_shape_of(request) for request in requests]}")
             answers = [verdict] * len(flows) if isinstance(requests[0], Commit) else self._combine(requests)
 
     def _combine(self, sends: list[Send]) -> list[dict[str, Array]]:
+        """What every rank receives, group by group."""
+        results: list[dict[str, Array]] = [{} for _ in sends]
+        everyone = tuple(range(len(sends)))
+        for group in dict.fromkeys(send.group or everyone for send in sends):
+            members = [rank for rank, send in enumerate(sends) if (send.group or everyone) == group]
+            if members != list(group) or len({_shape_of(sends[rank]) for rank in group}) != 1:
+                raise UsageError(f"ranks do not send alike: {[_shape_of(send) for send in sends]}")
+            for rank, result in zip(group, self._combined([sends[rank] for rank in group], 0 in group), strict=True):
+                results[rank] = result
+        return results
+
+    def _combined(self, sends: list[Send], counted: bool) -> list[dict[str, Array]]:
         how, ranks = sends[0].how, len(sends)
         results: list[dict[str, Array]] = [{} for _ in sends]
         for name in sends[0].parts:
             arrays = [send.parts[name] for send in sends]
             length = int(arrays[0].shape[0])
-            self.received_bytes += wire_bytes(how, length * np.dtype(self.ops.dtype(arrays[0])).itemsize, ranks)
+            if counted:
+                self.received_bytes += wire_bytes(how, length * np.dtype(self.ops.dtype(arrays[0])).itemsize, ranks)
             if how == "all_to_all":
                 row = length // ranks
                 for rank, result in enumerate(results):
@@ -153,4 +166,5 @@ def alone(ops: Ops, flow: Flow, verdict: Array) -> Array:
 def _shape_of(request: Send | Commit) -> str:
     if isinstance(request, Commit):
         return "commit"
-    return f"{request.how} " + ", ".join(f"{name}[{tuple(a.shape)}]" for name, a in sorted(request.parts.items()))
+    parts = ", ".join(f"{name}[{tuple(array.shape)}]" for name, array in sorted(request.parts.items()))
+    return f"{request.how} {parts}" if request.group is None else f"{request.how} {parts} over {request.group}"

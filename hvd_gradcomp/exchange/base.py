@@ -27,6 +27,9 @@ class Send:
 
     parts: Parts
     how: str
+    group: tuple[int, ...] | None = None
+    """The ranks that combine, this one among them, where it is not all of them; ``ranks`` and the order of the
+    ranks are then those of the group. One of :meth:`Exchange.groups`."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,10 @@ class Exchange(ABC):
     def received(self, codec: Codec, spec: TensorSpec, ranks: int) -> float:
         """Bytes that one rank receives, and sends, for one reduction of a tensor."""
         return sum(wire_bytes(how, nbytes, ranks) for how, nbytes in self.sends(codec, spec, ranks))
+
+    def groups(self, ranks: int) -> list[tuple[int, ...]]:
+        """All groups of ranks that combine among themselves (``Send.group``), in the same order on every rank."""
+        return []
 
     def state(self, codec: Codec, spec: TensorSpec, ranks: int, memory: bool) -> dict[str, tuple[int, str]]:
         """Name to (length, dtype) of the state arrays that the codec needs under this exchange, and of the

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hvd_gradcomp.codecs.base import Codec, Ctx
 from hvd_gradcomp.exchange import chunks
 from hvd_gradcomp.exchange.base import Exchange, Received, Rounds
@@ -18,6 +20,7 @@ def bounds(numel: int, ranks: int) -> list[tuple[int, int]]:
     return [(i * numel // ranks, (i + 1) * numel // ranks) for i in range(ranks)]
 
 
+@dataclass(frozen=True)
 class TwoStage(Exchange):
     """All-to-all of the chunks' payloads; each chunk's owner decodes them, adds in float32 in rank order,
     and encodes the mean again; all-gather; decode. Costs two payloads per rank at any N.
@@ -29,12 +32,15 @@ class TwoStage(Exchange):
     chunk, and added to the chunk's next mean. ``sent`` is what the first encoding holds; so in the law the
     owners' residuals, one behind the other, are added to the *mean* of the ranks' residuals: sum of
     outputs + mean of ``residual`` + ``owner_residual`` of all owners = sum of mean gradients. While a
-    schedule's stage uses another exchange they wait.
+    schedule's stage uses another exchange they wait. With ``owner_memory=False`` there is no such array: the
+    owner takes N times that loss back from what it counts as sent, as in ``sparse_split``.
 
     Source: the compressed all-reduce of 1-bit Adam (Tang et al. 2021).
     """
 
     name = "two_stage"
+
+    owner_memory: bool = True
 
     def allows(self, codec: Codec) -> str | None:
         return None
@@ -46,7 +52,7 @@ class TwoStage(Exchange):
 
         own = [coder.encode(memory.part(*cut), chunk) for cut, chunk in zip(cuts, coder.first, strict=True)]
         mean, row = yield from coder.mean(own, ctx.rank)
-        owner = memory.second(mean, ctx.state[OWNER][: mine.spec.numel] if memory.keeps else None)
+        owner = memory.second(mean, ctx.state[OWNER][: mine.spec.numel] if memory.keeps and self.owner_memory else None)
         # An empty chunk sends the zeros that came: TensorFlow runs a collective of constants while it traces.
         again = coder.encode(owner, mine) if mine.spec.numel else row
         means = yield from coder.share(again)
@@ -55,6 +61,15 @@ class TwoStage(Exchange):
             pieces = [coder.decode(row, ops.zeros((chunk.spec.numel,)), chunk)
                       for row, chunk in zip(rows, each, strict=True) if chunk.spec.numel]
             return ops.accumulate(acc, ops.concat(pieces))
+
+        def sent(acc: Array) -> Array:
+            acc = whole(own, coder.first, acc)
+            if self.owner_memory or not mine.spec.numel:
+                return acc
+            begin, end = cuts[ctx.rank]
+            added = coder.decode(again, ops.zeros((end - begin,)), mine) - mean
+            rest = [ops.zeros((length,)) for length in (begin, ctx.spec.numel - end)]
+            return ops.accumulate(acc, ops.concat([rest[0], added * float(ctx.ranks), rest[1]]))
 
         def state() -> dict[str, Array]:
             new = {}
@@ -69,15 +84,14 @@ class TwoStage(Exchange):
                     new |= {chunks.state_name(name, i): array for name, array in codec.advance(parts, chunk).items()}
             return new
 
-        return Received(sent=lambda acc: whole(own, coder.first, acc),
-                        mean=lambda acc: whole(means, coder.second, acc), state=state)
+        return Received(sent=sent, mean=lambda acc: whole(means, coder.second, acc), state=state)
 
     def sends(self, codec: Codec, spec: TensorSpec, ranks: int) -> list[tuple[str, int]]:
         row = chunks.width(codec, _lengths(spec, ranks))
         return [("all_to_all", ranks * row), ("gather", row)]
 
     def state(self, codec: Codec, spec: TensorSpec, ranks: int, memory: bool) -> dict[str, tuple[int, str]]:
-        own = {OWNER: (_longest(spec, ranks), "float32")} if memory else {}
+        own = {OWNER: (_longest(spec, ranks), "float32")} if memory and self.owner_memory else {}
         return own | {chunks.state_name(name, i): layout
                       for i, chunk in enumerate(chunks.specs(spec, _lengths(spec, ranks))) if chunk.numel
                       for name, layout in codec.state(chunk).items()}

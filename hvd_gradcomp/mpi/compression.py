@@ -15,6 +15,7 @@ from hvd_gradcomp.codecs.base import Ctx
 from hvd_gradcomp.collectives import mpi
 from hvd_gradcomp.collectives.mpi import OpenExchange
 from hvd_gradcomp.errors import UsageError
+from hvd_gradcomp.exchange import with_hosts
 from hvd_gradcomp.exchange.base import Commit, Flow, Send, wire_bytes
 from hvd_gradcomp.flow import reduce_gradient
 from hvd_gradcomp.memory import error_feedback as memory
@@ -51,7 +52,7 @@ class Compression:
             what else travels on it is not disturbed.
         compression: spec string or codec; or different ones by name, shape or step, see :meth:`Policy.make`.
         exchange: how payloads are combined: ``"auto"``, ``"sum"``, ``"gather"``, ``"two_stage"``,
-            ``"sparse_split"``; or a dict of name patterns to these.
+            ``"sparse_split"``, ``"hierarchical"``; or a dict of name patterns to these.
         min_size: arrays with fewer elements are reduced as they are; 0 compresses all.
         loss_scale: what the loss is multiplied by (a number, or a callable that gives one): residuals are kept
             divided by it.
@@ -71,11 +72,12 @@ class Compression:
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise UsageError(f"comm must be an intracommunicator that this rank is part of, such as MPI.COMM_WORLD, "
                              f"not {comm!r}")
-        self.plan = Plan.make([], Policy.make(compression, min_size), ranks=comm.size, exchange=exchange, seed=seed,
+        self.plan = Plan.make([], Policy.make(compression, min_size), ranks=comm.size,
+                              exchange=with_hosts(exchange, lambda: mpi.local_size(comm)), seed=seed,
                               error_feedback=error_feedback, verify=verify)
         self.loss_scale = loss_scale
         self._comm = comm.Dup()
-        self._comms: dict[str, MPI.Intracomm] = {}  # of the names that the ranks agreed on
+        self._comms: dict[str, mpi.Comms] = {}  # of the names that the ranks agreed on
         self._open: dict[str, OpenExchange] = {}
         self._steps: dict[str, list[int]] = {}
 
@@ -142,7 +144,7 @@ class Compression:
             raise UsageError(f"{spec.name!r} is {spec.dtype}: arrays must be {', '.join(_FLOATS)}")
         for name, slot in new.slots.items():
             self._add(name, self.plan.slots.get(name, slot))  # it may have come from load_state_dict
-        self._comms[spec.name] = self._comm.Dup()
+        self._comms[spec.name] = mpi.connect(self._comm, new.exchanges)
 
     def _slots(self, specs: list[TensorSpec]) -> Plan:
         """The plan of some arrays alone."""
@@ -227,7 +229,7 @@ class Compression:
         """Give the duplicated communicators back. Collective; nothing may be open."""
         if self._open:
             raise UsageError(f"{next(iter(self._open))!r} is still being reduced: wait() for it before free()")
-        for comm in (*self._comms.values(), self._comm):
+        for comm in (*(comm for comms in self._comms.values() for comm in comms.values()), self._comm):
             comm.Free()
         self._comms.clear()
 

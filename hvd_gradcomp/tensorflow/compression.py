@@ -48,7 +48,8 @@ class Compression(tf.train.experimental.PythonState):  # type: ignore[misc]
             not say which variable a gradient belongs to: there, list those that get a dense
             gradient in the order of the sources.
         exchange: how payloads are combined: ``"auto"``, ``"sum"``, ``"gather"``, ``"two_stage"``,
-            ``"sparse_split"``; or a dict of name patterns to these.
+            ``"sparse_split"``, ``"hierarchical"`` (dense inside a host; see docs/exchange.md); or a dict of name
+            patterns to these.
         min_size: tensors with fewer elements are left to Horovod; 0 compresses all.
         process_set: the one that the tape or optimizer gets; the global one by default.
         loss_scale: what the loss is multiplied by (a number, a variable, or a callable that gives

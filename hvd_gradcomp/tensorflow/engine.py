@@ -13,9 +13,10 @@ import tensorflow as tf
 
 from hvd_gradcomp import agreement, state
 from hvd_gradcomp.codecs.base import Ctx
-from hvd_gradcomp.collectives import hvd_tensorflow, local
+from hvd_gradcomp.collectives import hvd_tensorflow, local, process_sets
 from hvd_gradcomp.collectives.hvd_tensorflow import hvd
 from hvd_gradcomp.errors import UsageError
+from hvd_gradcomp.exchange import with_hosts
 from hvd_gradcomp.exchange.base import Flow
 from hvd_gradcomp.flow import reduce_gradient
 from hvd_gradcomp.memory import Momentum
@@ -76,14 +77,16 @@ class Engine:
         self.plan = Plan.make(
             [TensorSpec(name, tuple(tensor.shape), tensor.dtype.name)
              for name, tensor in zip(names, tensors, strict=True)], policy,
-            ranks=process_set.size() or 1, exchange=exchange, seed=seed, error_feedback=error_feedback,
-            dgc=sgd is not None, verify=verify,
+            ranks=process_set.size() or 1, seed=seed, error_feedback=error_feedback, dgc=sgd is not None,
+            verify=verify,
+            exchange=with_hosts(exchange, lambda: process_sets.local_size(hvd, process_set)),
             refuse=lambda spec: "" if dtypes[spec.name].is_floating else f"dtype {dtypes[spec.name].name}")
         self.process_set = process_set
         self.loss_scale = loss_scale
         self.sgd = sgd
         self.name = ""
         """Prefix of our collectives; empty until the ranks have agreed."""
+        self._sets: process_sets.Sets = {}
         self.place = 0, 0
         """``(rank, ranks)`` when they did."""
         self._world, self._worlds = 0, _allocate("world", 1, "int32")  # how often ranks may have changed
@@ -136,6 +139,7 @@ class Engine:
             places = [self.place]
             if self.size > 1:
                 agreement.check(self.plan, lambda data: hvd_tensorflow.gather_bytes(data, self.process_set, name))
+                self._sets = process_sets.connect(hvd, self.process_set, self.plan.exchanges)
                 mine = json.dumps(self.place).encode()
                 places = [tuple(json.loads(each)) for each in
                           hvd_tensorflow.gather_bytes(mine, self.process_set, f"{name}.places")]
@@ -201,7 +205,7 @@ class Engine:
             flows = {f"{scope}.{label}.{number}": self._flow(bound, x, number, scale)
                      for label, (bound, x, number) in stages.items()}
             if self.exchanges:
-                means = hvd_tensorflow.run(flows, self.process_set, verdict)
+                means = hvd_tensorflow.run(flows, self._sets, verdict)
             else:
                 means = {name: local.alone(OPS, flow, verdict) for name, flow in flows.items()}
             return {label: tf.reshape(means[f"{scope}.{label}.{number}"], bound.slot.spec.shape)

@@ -12,9 +12,10 @@ import torch
 
 from hvd_gradcomp import agreement, state, stats, token, unused
 from hvd_gradcomp.codecs.base import Ctx
-from hvd_gradcomp.collectives import hvd_torch, local
+from hvd_gradcomp.collectives import hvd_torch, local, process_sets
 from hvd_gradcomp.collectives.hvd_torch import Bucket, OpenExchange, hvd
 from hvd_gradcomp.errors import UsageError
+from hvd_gradcomp.exchange import with_hosts
 from hvd_gradcomp.exchange.base import BUCKET, Flow, wire_bytes
 from hvd_gradcomp.flow import reduce_gradient
 from hvd_gradcomp.memory import Momentum
@@ -68,7 +69,8 @@ class Compression:
         compression: spec string or codec; or different ones by layer or by step, see :meth:`Policy.make`.
         named_parameters: as for the optimizer: ``model.named_parameters()``.
         exchange: how payloads are combined: ``"auto"``, ``"sum"``, ``"gather"``, ``"two_stage"``,
-            ``"sparse_split"``; or a dict of name patterns to these.
+            ``"sparse_split"``, ``"hierarchical"`` (dense inside a host; see docs/exchange.md); or a dict of name
+            patterns to these.
         min_size: tensors with fewer elements are left to Horovod; 0 compresses all.
         process_set: the one that the optimizer gets.
         loss_scale: what the loss is multiplied by (a GradScaler, a callable, a number): residuals
@@ -100,7 +102,8 @@ class Compression:
         self.plan = Plan.make(
             [TensorSpec(name, tuple(param.shape), str(param.dtype).removeprefix("torch.")) for name, param in named],
             Policy.make(compression, min_size), ranks=process_set.size() or 1,
-            exchange=exchange, seed=seed, error_feedback=error_feedback, dgc=sgd is not None, verify=verify,
+            exchange=with_hosts(exchange, lambda: process_sets.local_size(hvd, process_set)), seed=seed,
+            error_feedback=error_feedback, dgc=sgd is not None, verify=verify,
             refuse=lambda spec: "complex dtype" if spec.name in complex_names else "")
         self.process_set = process_set
         self.loss_scale = loss_scale
@@ -117,6 +120,7 @@ class Compression:
         self._called = False
         self._name = ""  # prefix of our collectives, once the ranks agreed
         self._ranks: list[int] = []
+        self._sets: process_sets.Sets = {}
         self._place = 0, 0  # (rank, ranks) when they agreed
         self._token: torch.Tensor | None = None
         self._token_checked = False
@@ -212,7 +216,7 @@ class Compression:
         looks = tensor.device.type == "cpu" or hasattr(self.loss_scale, "get_scale")
         b.probe = _sample(tensor) if looks else None
         flow = self._flow(b, tensor, len(self._ranks), self.process_set.rank())
-        b.exchange = OpenExchange(f"{self._name}.{b.slot.spec.name}.{b.stage}", flow, self.process_set, b.bucket)
+        b.exchange = OpenExchange(f"{self._name}.{b.slot.spec.name}.{b.stage}", flow, self._sets, b.bucket)
         self._running.append(b.exchange)
         hvd_torch.poll(self._running)
         assert self._token is not None
@@ -381,6 +385,7 @@ class Compression:
         if {count for _, count in places} not in ({0}, {ranks}):
             self._allocate_all()
             self._spread(old, places)
+        self._sets = process_sets.connect(hvd, self.process_set, self.plan.exchanges)
         self._place = rank, ranks
         self._name = name
         self._ranks = list(self.process_set.ranks)
@@ -408,6 +413,8 @@ class Compression:
             if len(b.slot.stages) != 1:
                 continue
             exchange, codec = b.slot.stages[0].exchange, b.slot.stages[0].codec
+            if exchange.groups(len(self._ranks)):
+                continue
             nbytes = sum(n for how, n in exchange.sends(codec, b.slot.spec, len(self._ranks)) if how == "all_to_all")
             if not 0 < nbytes < BUCKET:
                 continue

@@ -466,7 +466,8 @@ def _allowed(codec: Codec, ranks: int, exchange: str, magnitude: NDArray[np.floa
     if not exact(codec):
         allowed = np.full_like(magnitude, 1e-5 * magnitude.max())
     half = any(part.dtype == "float16" for part in codec.layout(TensorSpec("", (8,))))
-    if half and choose(codec, TensorSpec("", (8,)), ranks, exchange).name == "sum":
+    chosen = choose(codec, TensorSpec("", (8,)), ranks, exchange)
+    if half and getattr(chosen, "between", chosen).name == "sum":
         allowed = allowed + ranks * _FLOAT16 * (sent if exact(codec) else sent.max())
     return allowed
 

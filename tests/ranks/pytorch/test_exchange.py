@@ -6,6 +6,8 @@ import random
 import pytest
 import torch
 
+from hvd_gradcomp.errors import SpecError
+
 from .world import World, assert_equal_on_ranks, mean_over_ranks, randn
 
 IN_CHUNKS = [("uniform(bits=8)", "two_stage"), ("sign", "two_stage"), ("powersgd(rank=2)", "two_stage"),
@@ -96,3 +98,32 @@ def test_mixed_codecs_and_exchanges_in_any_order(hvd):
         want = mean_over_ranks(lambda rank, name=name: sum(grad(name, step, rank) for step in range(STEPS)))
         atol = 2e-2 * STEPS**0.5 if name.startswith("sum") else 1e-4 * STEPS  # halves round when they are added
         torch.testing.assert_close(sums[name] + world.residual(name), want, rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("spec", ["uniform(bits=8)", "fp16", "topk(ratio=0.05) + uniform(bits=8)", "sign"])
+def test_hosts_lose_nothing_and_agree(hvd, spec):
+    """Declared hosts of two ranks; with two or three ranks in all there is one host or no way to make any."""
+    if hvd.size() == 3:
+        with pytest.raises(SpecError, match="3 ranks are no hosts of 2 each"):
+            World(spec, SHAPES, exchange="hierarchical(local=2)")
+        return
+    world = World(spec, SHAPES, exchange="hierarchical(local=2)")
+    received = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for step in range(3):
+        outs = world.reduce({name: randn(*shape, seed=step) for name, shape in SHAPES.items()})
+        for name, out in outs.items():
+            assert_equal_on_ranks(out)
+            received[name] += out.double()
+    for name, shape in SHAPES.items():
+        want = mean_over_ranks(lambda rank, shape=shape: sum(randn(*shape, seed=step, rank=rank) for step in range(3)))
+        torch.testing.assert_close(received[name] + world.residual(name), want, rtol=0,
+                                   atol=2e-2 if spec == "fp16" else 1e-4)
+    shown = world.compression.stats()["tensors"]["matrix"]["exchange"]
+    assert shown == ("hierarchical(local=2)" if hvd.size() > 2 else world.compression.plan.slots["matrix"].exchange.name)
+
+
+def test_the_hosts_of_this_machine(hvd):
+    """One, so nothing is to be had between hosts."""
+    world = World("sign", {"w": (300,)}, exchange="hierarchical")
+    assert torch.isfinite(world.reduce({"w": randn(300, seed=0)})["w"]).all()
+    assert world.compression.stats()["tensors"]["w"]["exchange"] == "gather"
