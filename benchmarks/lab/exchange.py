@@ -63,10 +63,9 @@ def main() -> None:
     args = parser.parse_args()
     hvd.init()
     torch.set_num_threads(1)
+    shapes = cases.MODELS[args.model]()
     if args.shapes:
         shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
-    else:
-        shapes = cases.MODELS[args.model]()
     todo = [(*row.split("|"), "auto")[:2] for row in args.rows] if args.rows else cases.rows(hvd.size())
     waiting = hvd.synchronize
     results = []

@@ -88,9 +88,9 @@ class Network:
             for namespace, device in ((name, "eth0"), (f"{PREFIX}-switch", f"port{i}")):
                 subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True)
                 if megabits is not None:
-                    burst = round(megabits * 1e6 / 8 * BURST)
+                    burst, queue = max(round(megabits * 1e6 / 8 * BURST), 2000), round(1e3 * QUEUE)
                     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate",
-                         f"{round(megabits * 1e6)}bit", "burst", str(max(burst, 2000)), "latency", f"{round(1e3 * QUEUE)}ms")
+                         f"{round(megabits * 1e6)}bit", "burst", str(burst), "latency", f"{queue}ms")
 
     def mpirun(self, command: Sequence[str], *, timeout: float, log: Path, env: Mapping[str, str]) -> None:
         """Run ``command`` on every host with OpenMPI over TCP, output into ``log``. Raises NetworkError if it fails or
@@ -122,8 +122,8 @@ def run(command: Sequence[str], *, timeout: float, log: Path, env: Mapping[str, 
                     os.killpg(process.pid, signal.SIGKILL)
     if code != 0:
         said = log.read_text(errors="replace")[-3000:]
-        raise NetworkError(f"{'not done after ' + format(timeout, 'g') + ' s' if code is None else f'exit code {code}'}: "
-                           f"{' '.join(command[-4:])}, output in {log}, which ends with\n{said}")
+        what = f"not done after {timeout:g} s" if code is None else f"exit code {code}"
+        raise NetworkError(f"{what}: {' '.join(command[-4:])}, output in {log}, which ends with\n{said}")
 
 
 def remove() -> None:
