@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from hvd_gradcomp.codecs import blocks
 from hvd_gradcomp.memory.base import Memory, NoMemory
 from hvd_gradcomp.memory.error_feedback import ErrorFeedback
+from hvd_gradcomp.ops import exact
 from hvd_gradcomp.ops.base import Array, Ops
 
 VELOCITY = "momentum"
@@ -161,7 +162,8 @@ def clip_factor(ops: Ops, grad: Array, clip_norm: float, ranks: int, loss_scale:
     largest = ops.max_rows(ops.reshape(ops.abs(grad), (1, int(grad.shape[0]))))
     down, up = blocks.powers(ops, largest)
     scaled = grad * down
-    norm = ops.sqrt(blocks.total(ops, scaled * scaled)) * up
+    # The largest square is about 1, or all are 0. Not ops.sqrt: torch's on a device is off by an ulp.
+    norm = exact.root(ops, ops.maximum(blocks.total(ops, scaled * scaled), 2.0**-100)) * up
     if loss_scale is not None:
         norm = norm / loss_scale
     return ops.minimum(ops.scalar(clip_norm / math.sqrt(ranks)) / blocks.divisor(ops, norm), 1.0)
