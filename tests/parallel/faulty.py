@@ -52,8 +52,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Horovod's launcher asks the others to end as soon as one rank has; they are to say first what they saw
-    # of it, for which it gives them 5 seconds before it kills.
+    # Horovod's launcher asks the others to end as soon as one rank has, and kills them 5 seconds later. They are to
+    # say first what they saw of it; where they are stuck is printed.
     faulthandler.register(signal.SIGTERM)
     try:
         main()

@@ -3,6 +3,7 @@
 Every rank that ends with an error writes its name and text into the folder of the second argument.
 """
 
+import faulthandler
 import os
 import signal
 import sys
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in faulty.py
+    faulthandler.register(signal.SIGTERM)  # as in faulty.py
     try:
         main()
     except Exception as error:
