@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -117,6 +118,7 @@ class Compression:
                 b.param.register_post_accumulate_grad_hook(self._remember)  # type: ignore[no-untyped-call]
         self.new_gradients = False
         """Whether a gradient was accumulated since the last step was finished."""
+        self._process = os.getpid()
         self._called = False
         self._name = ""  # prefix of our collectives, once the ranks agreed
         self._ranks: list[int] = []
@@ -147,6 +149,9 @@ class Compression:
             DisagreementError: on every rank, if the ranks were configured differently.
         """
         self._called = True
+        if os.getpid() != self._process:
+            raise UsageError("this process was forked from the one that made the Compression, and Horovod does not run "
+                             "in it: compute gradients there, but reduce them in the first")
         b = self._find(tensor)
         if not self._open and self._ranks != self.process_set.ranks:
             self.rejoin()  # the first step, or Horovod's elastic mode has removed ranks

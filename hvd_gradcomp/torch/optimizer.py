@@ -22,9 +22,10 @@ def DistributedOptimizer(
         verify: bool = False, process_set: Any = hvd.global_process_set, op: Any = hvd.Average, **horovod: Any) -> Any:
     """``hvd.DistributedOptimizer`` with gradient compression.
 
-    The same object as Horovod makes, with three of its faults mended: ``zero_grad`` takes
+    The same object as Horovod makes, with four of its faults mended: ``zero_grad`` takes
     ``set_to_none``; ``step(closure)`` reduces the gradients that the closure computes; and
-    ``add_param_group`` after wrapping is refused, since Horovod would never reduce its gradients.
+    ``add_param_group`` after wrapping and copying are refused, since Horovod would never reduce the
+    new group's gradients, nor the copy's.
     The Compression is the attribute ``compression``.
 
     Args:
@@ -55,7 +56,7 @@ def DistributedOptimizer(
 
 
 def _mend(cls: Any) -> None:
-    """Replace three methods of the class that Horovod made for this one optimizer.
+    """Replace four methods of the class that Horovod made for this one optimizer.
 
     It is a fresh class each time, so nothing of Horovod itself changes. It cannot be subclassed:
     its methods call ``super(self.__class__, self)``.
@@ -82,5 +83,9 @@ def _mend(cls: Any) -> None:
         raise UsageError("add_param_group() after wrapping: Horovod would never reduce the new parameters' gradients. "
                          "Add the group to the optimizer before wrapping it")
 
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        raise UsageError("a wrapped optimizer cannot be copied or pickled: it is bound to gradients that are being "
+                         "reduced. Copy its state_dict(), and that of its compression")
+
     setattr(step, "hooked", True)  # noqa: B010 - tells torch not to wrap it for hooks again
-    cls.zero_grad, cls.step, cls.add_param_group = zero_grad, step, add_param_group
+    cls.zero_grad, cls.step, cls.add_param_group, cls.__reduce_ex__ = zero_grad, step, add_param_group, __reduce_ex__
