@@ -24,6 +24,9 @@ TF_KERAS := tf_keras==$(basename $(TENSORFLOW_VERSION)).*
 # All folders with tests; those that start ranks last. tests/ranks runs inside the ranks.
 TESTS := $(filter-out tests/ranks/ tests/parallel/ tests/__pycache__/,$(sort $(wildcard tests/*/))) tests/parallel/
 
+# Options of `make lab`, such as --quick.
+LAB ?=
+
 # Payloads per codec and length in `make test-asan`.
 FUZZ ?= 40
 
@@ -33,7 +36,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 
-.PHONY: help install demo test test-asan bench docs-codecs convergence exchange dgc soak lint golden clean distclean
+.PHONY: help install demo test test-asan bench docs-codecs convergence exchange dgc soak lab image image-test lint golden clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -92,6 +95,17 @@ dgc: $(STAMPS)/package  ## train with Deep Gradient Compression and without, 5 s
 soak: $(STAMPS)/package  ## 20,000 steps of mixed codecs on 2 ranks: nothing may creep
 	@echo "soak: 20,000 steps; it says how far it is"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" horovodrun -np 2 --gloo python benchmarks/soak.py
+
+lab: $(STAMPS)/package  ## what compression gains on real networks: docs/results.md (root; 80 minutes)
+	@[ "$$(id -u)" = 0 ] || { echo "error: the laboratory makes network namespaces, which takes root: sudo make lab"; exit 1; }
+	@echo "lab: hosts as network namespaces, usually 80 minutes; 'make lab LAB=--quick' takes 12, '.venv/bin/python benchmarks/lab --help' has more"
+	@$(BIN)/python benchmarks/lab $(LAB)
+
+image:  ## docker/Dockerfile as the image hvd-gradcomp, by docker, podman or buildah (15 minutes)
+	@PIP_TORCH_ARGS='$(PIP_TORCH_ARGS)' docker/image.sh build
+
+image-test:  ## in that image: both examples on 2 ranks over Gloo and MPI, and the unit tests (10 minutes more)
+	@PIP_TORCH_ARGS='$(PIP_TORCH_ARGS)' docker/image.sh test
 
 lint: $(STAMPS)/package  ## ruff and mypy (1 minute)
 	@$(BIN)/ruff check .
