@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from hvd_gradcomp.errors import SpecError, UsageError
 from hvd_gradcomp.exchange import choose
 from hvd_gradcomp.exchange.base import Exchange
 from hvd_gradcomp.exchange.hierarchical import Hierarchical
+from hvd_gradcomp.exchange.sum import Sum
 from hvd_gradcomp.exchange.verified import Verified
 from hvd_gradcomp.memory import dgc as momentum
 from hvd_gradcomp.memory import error_feedback
@@ -37,6 +39,8 @@ class Stage:
 
     codec: Codec
     exchange: Exchange
+    begin: int = 0
+    """The first step that it is for."""
 
 
 @dataclass
@@ -70,12 +74,22 @@ class Slot:
         """The codec as a spec string, or all stages of its schedule."""
         if self.schedule is None:
             return "dense"
-        return str(self.schedule) if len(self.stages) > 1 else str(self.codec)
+        return str(self.schedule) if len(self.schedule.codecs) > 1 else str(self.codec)
 
     @property
     def exchange_text(self) -> str:
-        """The exchange's name, or one for each stage."""
-        return ", ".join(stage.exchange.name for stage in self.stages) or "horovod"
+        """The exchange's name, or one for each stage of the schedule."""
+        begins = self.schedule.begins if self.schedule else ()
+        return ", ".join(stage.exchange.name for stage in self.stages if stage.begin in begins) or "horovod"
+
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """The first step of each stage."""
+        return tuple(stage.begin for stage in self.stages)
+
+    def stage(self, step: int) -> int:
+        """Index of the stage that the reduction number ``step`` (from 0) falls in."""
+        return max(bisect_right(self.begins, step) - 1, 0)
 
     def state_layout(self, memory: bool, ranks: int, dgc: bool = False) -> dict[str, tuple[int, str]]:
         """Name to (length, dtype) of the state arrays this tensor needs, for all of its stages."""
@@ -108,10 +122,13 @@ class Plan:
     """Whether momentum is applied before compression, see ``memory/dgc.py``."""
     verify: bool = False
     """Whether gathered payloads carry checksums."""
+    delayed: bool = True
+    """Whether ``sum`` may scale by what earlier steps have shown: where stages can be looked up, and what is clipped
+    is kept."""
 
     @classmethod
     def make(cls, specs: Iterable[TensorSpec], policy: Policy, *, ranks: int, exchange: Exchanges = "auto",
-             seed: int = 0, error_feedback: bool = True, dgc: bool = False, verify: bool = False,
+             seed: int = 0, error_feedback: bool = True, dgc: bool = False, verify: bool = False, delayed: bool = True,
              refuse: Callable[[TensorSpec], str] = lambda spec: "") -> Plan:
         """Choose for every tensor. ``refuse`` gives an adapter's own reasons not to compress one."""
         slots: dict[str, Slot] = {}
@@ -123,17 +140,18 @@ class Plan:
                 codec, reason = None, refuse(spec)
             # An exchange that cannot carry a codec is an error here, before anything is sent.
             schedule = None if codec is None else codec if isinstance(codec, Schedule) else Schedule((0,), (codec,))
-            stages = _stages(schedule, spec, ranks, exchange, verify)
+            stages = _stages(schedule, spec, ranks, exchange, verify, delayed and error_feedback)
             if dgc and any(isinstance(stage.exchange, Hierarchical) for stage in stages):
                 raise SpecError("exchange='hierarchical': what a host sends is no rank's own, so momentum correction "
                                 "cannot tell which of a rank's velocities to clear; use exchange='auto'")
             slots[spec.name] = Slot(spec, schedule, stages, reason)
-        return cls(slots, policy, exchange, seed, error_feedback, ranks, dgc, verify)
+        return cls(slots, policy, exchange, seed, error_feedback, ranks, dgc, verify, delayed)
 
     def for_ranks(self, ranks: int) -> Plan:
         """The plan for another number of ranks, without state."""
         def stages(slot: Slot) -> tuple[Stage, ...]:
-            return _stages(slot.schedule, slot.spec, ranks, self.exchange, self.verify)
+            return _stages(slot.schedule, slot.spec, ranks, self.exchange, self.verify,
+                           self.delayed and self.error_feedback)
 
         slots = {name: Slot(slot.spec, slot.schedule, stages(slot), slot.reason) for name, slot in self.slots.items()}
         return replace(self, slots=slots, ranks=ranks)
@@ -172,10 +190,18 @@ class Plan:
 
 
 def _stages(schedule: Schedule | None, spec: TensorSpec, ranks: int, exchange: Exchanges,
-            verify: bool) -> tuple[Stage, ...]:
-    codecs = schedule.codecs if schedule else ()
-    chosen = [choose(codec, spec, ranks, _requested(exchange, spec)) for codec in codecs]
-    return tuple(Stage(codec, _verified(each) if verify else each) for codec, each in zip(codecs, chosen, strict=True))
+            verify: bool, delayed: bool) -> tuple[Stage, ...]:
+    """Those of the schedule; and where ``sum`` needs a bound, each is one step of asking for it, then the rest."""
+    if schedule is None:
+        return ()
+    stages: list[Stage] = []
+    for begin, codec in zip(schedule.begins, schedule.codecs, strict=True):
+        chosen = choose(codec, spec, ranks, _requested(exchange, spec))
+        stages.append(Stage(codec, _verified(chosen) if verify else chosen, begin))
+        if (delayed and isinstance(chosen, Sum) and not codec.interactive and Sum.delays(codec, ranks)
+                and begin + 1 not in schedule.begins):
+            stages.append(Stage(codec, Sum(delayed=True), begin + 1))
+    return tuple(stages)
 
 
 def _verified(exchange: Exchange) -> Exchange:

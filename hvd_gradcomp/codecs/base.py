@@ -110,6 +110,14 @@ class Codec(ABC):
         """Whether what travels, in every round if there are several, may be added in flight."""
         return self.summable
 
+    headroom: ClassVar[float] = 1.0
+    """By how much a bound of an earlier step is raised, which costs no precision up to here (``uses_bound``)."""
+
+    def summed(self, ranks: int) -> Codec | None:
+        """What is sent in its place where payloads of ``ranks`` are added in flight: itself if they may be; None if
+        there is nothing."""
+        return self if self.summable_rounds else None
+
     @abstractmethod
     def layout(self, spec: TensorSpec) -> Layout:
         """The parts of the payload of one tensor; a function of shape and configuration alone."""

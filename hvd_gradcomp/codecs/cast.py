@@ -20,7 +20,8 @@ class Fp16(Codec):
     """IEEE half precision, scaled so that the sum over ranks neither overflows nor flushes to zero.
 
     ``scale`` is the largest power of two with ``scale * ranks * bound <= 2**15``, where ``bound``
-    is the largest magnitude on any rank (one small max all-reduce); the payload is
+    is the largest magnitude on any rank (one small max all-reduce; after the first step the bound of the
+    step before, 16 times, so that nothing waits for it: what is above is clipped and kept); the payload is
     ``half(x * scale)``, the mean ``sum / (scale * ranks)``. A power of two, so scaling itself
     rounds nothing. Adding ``ranks`` halves in flight rounds each partial sum by at most
     ``2**-11`` relative; that part reaches no residual (it is known to no rank).
@@ -36,6 +37,7 @@ class Fp16(Codec):
     use: ClassVar[str] = "a safe first step: half the bytes, no visible change"
     claims: ClassVar[Claims] = Claims(summable=True)
     uses_bound: ClassVar[bool] = True
+    headroom: ClassVar[float] = 16.0
 
     def layout(self, spec: TensorSpec) -> Layout:
         return (Part("values", spec.numel, "float16"),)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from hvd_gradcomp.codecs import blocks
 from hvd_gradcomp.codecs.base import Claims, Codec, Ctx, is_int
+from hvd_gradcomp.codecs.lanes import Lanes
 from hvd_gradcomp.ops import bits as packing
 from hvd_gradcomp.ops import exact, rng
 from hvd_gradcomp.ops.base import Array
@@ -55,6 +56,10 @@ class Qsgd(Codec):
     @property
     def _bits(self) -> int:
         return 1 + self.levels.bit_length()
+
+    def summed(self, ranks: int) -> Codec | None:
+        """Its levels, of a step that the ranks share: one for the tensor, whatever ``block`` is."""
+        return Lanes(self.levels, True, ranks)
 
     def layout(self, spec: TensorSpec) -> Layout:
         return (Part("step", blocks.count(spec.numel, self.block), "float32"),

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from hvd_gradcomp.codecs import blocks
 from hvd_gradcomp.codecs.base import Claims, Codec, Ctx, is_int
+from hvd_gradcomp.codecs.lanes import Lanes
 from hvd_gradcomp.ops import bits as packing
 from hvd_gradcomp.ops import rng
 from hvd_gradcomp.ops.base import Array
@@ -41,6 +42,10 @@ class Ternary(Codec):
 
     def __post_init__(self) -> None:
         self._require(self.block is None or is_int(self.block, 1), "block", "a whole number from 1, or None")
+
+    def summed(self, ranks: int) -> Codec | None:
+        """Its levels, of a step that the ranks share: one for the tensor, whatever ``block`` is."""
+        return Lanes(1, True, ranks)
 
     def layout(self, spec: TensorSpec) -> Layout:
         return (Part("scale", blocks.count(spec.numel, self.block), "float32"),

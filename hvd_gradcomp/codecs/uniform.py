@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from hvd_gradcomp.codecs import blocks
 from hvd_gradcomp.codecs.base import Claims, Codec, Ctx, is_int
+from hvd_gradcomp.codecs.lanes import Lanes
 from hvd_gradcomp.ops import bits as packing
 from hvd_gradcomp.ops import rng
 from hvd_gradcomp.ops.base import Array
@@ -66,6 +67,10 @@ class Uniform(Codec):
     def _top(self) -> int:
         """The largest code: also the number of steps from the lowest level."""
         return 2 * (2 ** (self.bits - 1) - 1) if self.symmetric else 2**self.bits - 1
+
+    def summed(self, ranks: int) -> Codec | None:
+        """As many levels, symmetric, of a step that the ranks share: one for the tensor, whatever ``block`` is."""
+        return Lanes(2 ** (self.bits - 1) - 1, self.stochastic, ranks) if self.bits > 1 else None
 
     def layout(self, spec: TensorSpec) -> Layout:
         codes = Part("codes", packing.packed_nbytes(spec.numel, self.bits), "uint8")

@@ -48,13 +48,13 @@ def run(flows: Mapping[str, Flow], sets: Sets, verdict: Array) -> dict[str, Arra
                 answers[name] = verdict
                 continue
             answers[name] = {}
-            for part, array in request.parts.items():
+            for part, array, how in request:
                 full = f"{name}.{number}.{part}"
-                if request.how == "all_to_all" and request.group is None:
+                if how == "all_to_all" and request.group is None:
                     rows[full] = array
                     answers[name][part] = full  # until it is there
                 else:
-                    answers[name][part] = _combine(array, request.how, full, sets[request.group])
+                    answers[name][part] = _combine(array, how, full, sets[request.group])
         for each in _buckets(rows):
             received = _all_to_all(each, sets[None])
             for answer in answers.values():

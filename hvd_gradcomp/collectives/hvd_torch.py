@@ -125,14 +125,14 @@ class OpenExchange:
         if isinstance(request, Commit):
             self.committing = True
             return
-        for part, tensor in request.parts.items():
-            if request.how == "all_to_all" and request.group is None and self._bucket is not None:
+        for part, tensor, how in request:
+            if how == "all_to_all" and request.group is None and self._bucket is not None:
                 (bucket, place), self._bucket = self._bucket, None
                 self._running[part] = bucket.add(place, tensor)
                 continue
             # Named by parameter, round and part, never by step: Horovod's response cache stays warm.
             name = f"{self.name}.{self.round}.{part}"
-            self._running[part] = _Collective(tensor, request.how, name, self.sets[request.group])
+            self._running[part] = _Collective(tensor, how, name, self.sets[request.group])
 
     def ready(self) -> bool:
         """Whether this round's collectives are done, so that finishing it would not wait."""

@@ -26,6 +26,7 @@ class LocalWorld:
         shapes: name to shape of each tensor.
         ranks: world size.
         ops: array operations (default numpy).
+        delayed: whether ``sum`` scales by earlier steps; not where steps are traced, or have no values.
         state: makes a state array from a new zero array (TensorFlow: ``tf.Variable``).
 
     Every tensor is compressed, whatever its size, unless ``min_size`` says otherwise.
@@ -33,7 +34,7 @@ class LocalWorld:
 
     def __init__(self, spec: Any, shapes: Mapping[str, Sequence[int]], ranks: int, *, ops: Ops | None = None,
                  exchange: str = "auto", min_size: int = 0, seed: int = 0, error_feedback: bool = True,
-                 dgc: bool = False, verify: bool = False,
+                 dgc: bool = False, verify: bool = False, delayed: bool = True,
                  state: Callable[[Array], Array] = lambda array: array) -> None:
         if ops is None:
             from hvd_gradcomp.ops.numpy import NumpyOps
@@ -44,7 +45,8 @@ class LocalWorld:
         """What rank 0 has received so far, counted from what was really sent."""
         specs = [TensorSpec(name, tuple(shape)) for name, shape in shapes.items()]
         self.plans = [Plan.make(specs, Policy.make(spec, min_size), ranks=ranks, exchange=exchange, seed=seed,
-                                error_feedback=error_feedback, dgc=dgc, verify=verify) for _ in range(ranks)]
+                                error_feedback=error_feedback, dgc=dgc, verify=verify, delayed=delayed)
+                      for _ in range(ranks)]
         for plan in self.plans:
             for slot in plan.slots.values():
                 plan.allocate(slot, lambda name, length, dtype: state(ops.zeros((length,), dtype)))
@@ -88,9 +90,9 @@ class LocalWorld:
 
     @staticmethod
     def _stage(slot: Slot) -> int:
-        if slot.schedule is None or len(slot.stages) == 1:
+        if len(slot.stages) <= 1:
             return 0
-        return slot.schedule.stage(int(np.asarray(slot.state["step"])[0]))
+        return slot.stage(int(np.asarray(slot.state["step"])[0]))
 
     def run(self, flows: list[Flow], verdict: Array) -> list[Array]:
         """Drive one flow per rank to its end. Raises UsageError if the ranks do not send alike."""
@@ -122,10 +124,11 @@ class LocalWorld:
         return results
 
     def _combined(self, sends: list[Send], counted: bool) -> list[dict[str, Array]]:
-        how, ranks = sends[0].how, len(sends)
+        ranks = len(sends)
         results: list[dict[str, Array]] = [{} for _ in sends]
-        for name in sends[0].parts:
-            arrays = [send.parts[name] for send in sends]
+        for each in zip(*sends, strict=True):
+            name, _, how = each[0]
+            arrays = [array for _, array, _ in each]
             length = int(arrays[0].shape[0])
             if counted:
                 self.received_bytes += wire_bytes(how, length * np.dtype(self.ops.dtype(arrays[0])).itemsize, ranks)
@@ -158,7 +161,7 @@ def alone(ops: Ops, flow: Flow, verdict: Array) -> Array:
             answer = verdict
             continue
         # Copies, as from any transport: a payload may be the gradient itself, whose storage the mean goes to.
-        answer = {name: ops.concat([array]) for name, array in request.parts.items()}
+        answer = {name: ops.concat([array]) for name, array, _ in request}
         if request.how in ("gather", "all_to_all"):
             answer = {name: ops.reshape(array, (1, int(array.shape[0]))) for name, array in answer.items()}
 
@@ -166,5 +169,5 @@ def alone(ops: Ops, flow: Flow, verdict: Array) -> Array:
 def _shape_of(request: Send | Commit) -> str:
     if isinstance(request, Commit):
         return "commit"
-    parts = ", ".join(f"{name}[{tuple(array.shape)}]" for name, array in sorted(request.parts.items()))
+    parts = ", ".join(f"{name}[{tuple(array.shape)}]" for name, array, _ in request)
     return f"{request.how} {parts}" if request.group is None else f"{request.how} {parts} over {request.group}"

@@ -84,10 +84,10 @@ class OpenExchange:
         if isinstance(request, Commit):
             self._committing = True
             return
-        for name in sorted(request.parts):
-            part = np.ascontiguousarray(request.parts[name])
+        for name, array, how in sorted(request, key=lambda each: each[0]):
+            part = np.ascontiguousarray(array)
             self._buffers.append(part)
-            self._results[name] = self._combine(part, request.how, self._comms[request.group])
+            self._results[name] = self._combine(part, how, self._comms[request.group])
 
     def _combine(self, part: Array, how: str, comm: MPI.Intracomm) -> Array:
         ranks = comm.size

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvd_gradcomp import coding
@@ -27,9 +27,16 @@ class Send:
 
     parts: Parts
     how: str
+    largest: Parts = field(default_factory=dict)
+    """Further vectors, combined by ``max`` in the same round."""
     group: tuple[int, ...] | None = None
     """The ranks that combine, this one among them, where it is not all of them; ``ranks`` and the order of the
     ranks are then those of the group. One of :meth:`Exchange.groups`."""
+
+    def __iter__(self) -> Iterator[tuple[str, Array, str]]:
+        """``(name, vector, how)`` of all that is combined."""
+        yield from ((name, array, self.how) for name, array in self.parts.items())
+        yield from ((name, array, "max") for name, array in self.largest.items())
 
 
 @dataclass(frozen=True)

@@ -52,14 +52,14 @@ class Hierarchical(Exchange):
         # More ranks than elements: who has no share goes along with the first element, and drops the result.
         shown = slice(begin, end) if begin < end else slice(0, 1)
 
-        total = (yield Send({"dense": memory.load()}, "sum", near))["dense"]
+        total = (yield Send({"dense": memory.load()}, "sum", group=near))["dense"]
         share = total[shown] / ops.scalar(local)
         inner = replace(ctx, spec=TensorSpec(f"{ctx.spec.name}/{place}", (shown.stop - shown.start,)),
                         ranks=ctx.ranks // local, rank=host, buffers=ctx.buffers.setdefault("share", {}),
                         state={"step": ctx.state["step"]} if "step" in ctx.state else {})
         received = yield from _over(far, self.between.rounds(codec, NoMemory(ops, share), inner))
         mean = received.mean(ops.zeros((inner.spec.numel,)))
-        means = (yield Send({"means": ops.pad(mean, row)}, "gather", near))["means"]
+        means = (yield Send({"means": ops.pad(mean, row)}, "gather", group=near))["means"]
 
         def sent(acc: Array) -> Array:
             x = memory.load()

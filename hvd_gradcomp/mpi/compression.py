@@ -168,7 +168,7 @@ class Compression:
 
     @staticmethod
     def _stage(slot: Slot) -> int:
-        return slot.schedule.stage(int(slot.state["step"][0])) if slot.schedule and len(slot.stages) > 1 else 0
+        return slot.stage(int(slot.state["step"][0])) if len(slot.stages) > 1 else 0
 
     # -- what users ask -------------------------------------------------------------------------
 

@@ -50,9 +50,9 @@ class Bound:
 
     def stage(self) -> tf.Tensor:
         """Index of the stage that the next reduction is in, int32 ``()``."""
-        if self.slot.schedule is None or len(self.slot.stages) == 1:
+        if len(self.slot.stages) <= 1:
             return tf.constant(0)
-        return tf.reduce_sum(tf.cast(self.slot.state["step"] >= self.slot.schedule.begins, tf.int32)) - 1
+        return tf.reduce_sum(tf.cast(self.slot.state["step"] >= self.slot.begins, tf.int32)) - 1
 
     def describe(self) -> str:
         return f"{self.slot.spec.name!r} ({self.dtype.name}{list(self.slot.spec.shape)})"

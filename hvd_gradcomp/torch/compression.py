@@ -237,8 +237,7 @@ class Compression:
         x = _flat(tensor)
         self._watch(b, x)
         if b.stage + 1 < len(slot.stages):  # in the last stage nothing is looked up, so no device waits
-            assert slot.schedule is not None
-            b.stage = slot.schedule.stage(int(slot.state["step"][0]))
+            b.stage = slot.stage(int(slot.state["step"][0]))
         ctx = Ctx(b.ops, slot.spec, ranks, rank, self.plan.seed, state=slot.state,
                   error_feedback=self.plan.error_feedback, buffers=slot.buffers)
         return reduce_gradient(x, slot, ctx, stage=b.stage, loss_scale=self._scale(),

@@ -391,8 +391,9 @@ def void_step_leaves_no_trace(codec: Codec, ranks: int, bad: float, exchange: st
 def same_history_in(codec: Codec, backend: Backend, ranks: int, exchange: str = "auto", steps: int = 3) -> None:
     """Several steps in a framework (TensorFlow: in one trace) give numpy's outputs and numpy's state."""
     shapes: Shapes = {"weight": (13, 5), "small": (3,)}  # few, because TensorFlow traces for seconds
-    reference = LocalWorld(codec, shapes, ranks, exchange=exchange, min_size=MIN_SIZE)
-    world = LocalWorld(codec, shapes, ranks, exchange=exchange, min_size=MIN_SIZE, ops=backend.ops,
+    delayed = backend is not TENSORFLOW_GRAPH  # one trace is one stage
+    reference = LocalWorld(codec, shapes, ranks, exchange=exchange, min_size=MIN_SIZE, delayed=delayed)
+    world = LocalWorld(codec, shapes, ranks, exchange=exchange, min_size=MIN_SIZE, delayed=delayed, ops=backend.ops,
                        state=backend.state)
     calls: list[int] = []
 
@@ -422,7 +423,7 @@ def same_history_in(codec: Codec, backend: Backend, ranks: int, exchange: str = 
 def never_waits(codec: Codec, exchange: str = "auto") -> None:
     """Nothing looks at a value: a whole step runs on tensors that have none."""
     ops = TorchOps("meta")
-    world = LocalWorld(codec, SHAPES, 2, exchange=exchange, min_size=MIN_SIZE, ops=ops)
+    world = LocalWorld(codec, SHAPES, 2, exchange=exchange, min_size=MIN_SIZE, ops=ops, delayed=False)
     grads = [{name: torch.zeros(shape, device="meta") for name, shape in SHAPES.items()} for _ in range(2)]
     try:
         outs = world.step(grads)

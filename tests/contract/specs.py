@@ -65,8 +65,9 @@ LAST: tuple[str, ...] = tuple(specs[-1] for specs in SPECS.values())
 
 CARRIED: tuple[tuple[str, str], ...] = tuple(
     (spec, name) for spec in ALL for name, exchange in EXCHANGES.items()
-    if exchange.allows(parse(spec)) is None and (spec in ENDS or name != "two_stage"))
-"""Every spec with every exchange that can carry it; two of each codec with ``two_stage``, which carries all."""
+    if exchange.allows(parse(spec)) is None and (spec in ENDS or name not in ("two_stage", "sum")))
+"""Every spec with every exchange that can carry it; two of each codec with ``two_stage``, which carries all, and with
+``sum``, for which scalar codecs turn into one."""
 
 CHUNKED: tuple[tuple[str, str], ...] = tuple(
     (spec, name) for spec, name in CARRIED if name in ("two_stage", "sparse_split") and spec in LAST)

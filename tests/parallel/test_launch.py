@@ -9,7 +9,10 @@ FOLDERS = {"pytorch": WORLDS, "tf": WORLDS, "tf_keras": WORLDS, "mpi": [(2, "mpi
            "keras3": [(2, "mpi")],
            # the other worlds of these are in the folders above
            "keras3/test_fit.py": [(2, "gloo")], "keras3/test_dgc.py": [(1, "gloo")],
-           "pytorch/test_dgc.py": [(1, "gloo"), (4, "mpi")]}
+           "pytorch/test_dgc.py": [(1, "gloo"), (4, "mpi")],
+           # two hosts of two
+           "pytorch/test_exchange.py": [(4, "gloo"), (4, "mpi")], "tf/test_exchange.py": [(4, "mpi")],
+           "mpi/test_allreduce.py": [(4, "mpirun")]}
 ENVIRONMENT = {"tf_keras": {"TF_USE_LEGACY_KERAS": "1"}}
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvd_gradcomp.collectives import mpi
-from hvd_gradcomp.errors import DisagreementError, PayloadError, StateError, UsageError
+from hvd_gradcomp.errors import DisagreementError, PayloadError, SpecError, StateError, UsageError
 from hvd_gradcomp.exchange import EXCHANGES
 from hvd_gradcomp.exchange.two_stage import OWNER, bounds
 from hvd_gradcomp.mpi import Compression
@@ -55,6 +55,35 @@ def test_nothing_is_lost_and_ranks_agree(comm, spec, exchange):
         want = sum(normal(step, rank, shape).astype(float) for step in range(4) for rank in range(comm.size))
         tolerance = 1e-2 if spec == "fp16" else 1e-4  # halves round when they are added
         np.testing.assert_allclose(received[name] + kept(comm, compression, name), want / comm.size, atol=tolerance)
+    compression.free()
+
+
+@pytest.mark.parametrize("spec", ["sign", "fp16", "topk(ratio=0.05)"])
+def test_hosts_lose_nothing_and_agree(comm, spec):
+    """Declared hosts of two ranks. With two ranks there is one, and with three there are none."""
+    compression = Compression(comm, spec, exchange="hierarchical(local=2)", min_size=0)
+    if comm.size == 3:
+        with pytest.raises(SpecError, match="3 ranks are no hosts of 2 each"):
+            compression.allreduce(normal(0, comm.rank, (300,)), name="x")
+        return
+    received = np.zeros((57, 31))
+    for step in range(3):
+        out = compression.allreduce(normal(step, comm.rank, (57, 31)), name="x")
+        assert_equal_on_ranks(comm, out)
+        received += out
+    want = sum(normal(step, rank, (57, 31)).astype(float) for step in range(3) for rank in range(comm.size))
+    tolerance = 1e-2 if spec == "fp16" else 1e-4
+    np.testing.assert_allclose(received + kept(comm, compression, "x"), want / comm.size, atol=tolerance)
+    if comm.size > 2:
+        assert compression.stats()["tensors"]["x"]["exchange"] == "hierarchical(local=2)"
+    compression.free()
+
+
+def test_the_hosts_of_this_machine(comm):
+    compression = Compression(comm, "sign", exchange="hierarchical", min_size=0)
+    compression.allreduce(normal(0, comm.rank, (300,)), name="x")
+    assert compression.plan.exchange == f"hierarchical(local={comm.size})"
+    assert compression.stats()["tensors"]["x"]["exchange"] == "gather"
     compression.free()
 
 
