@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 PREFIX = "gclab"
 SUBNET = "10.77.0"
@@ -30,7 +32,7 @@ class Network:
     10.77.0.1 and 10.77.0.2 on ``eth0``, and ``gclab-switch``, a bridge. Nothing of it is visible outside of
     them. The end of the block removes everything and ends what runs in it, also after Ctrl-C or SIGTERM.
 
-    Raises NetworkError without root or iproute2, or if another laboratory is at work.
+    Raises NetworkError without root or iproute2, or while another laboratory is at work.
     """
 
     def __init__(self, hosts: int) -> None:
@@ -38,12 +40,19 @@ class Network:
         self.names = [f"{PREFIX}{i}" for i in range(hosts)]
         self.addresses = [f"{SUBNET}.{i + 1}" for i in range(hosts)]
         self._folder = Path()
+        self._lock: IO[str] | None = None
 
     def __enter__(self) -> Network:
         if os.geteuid() != 0:
             raise NetworkError("network namespaces need root: sudo make lab")
         if not all(map(shutil.which, ("ip", "tc"))):
             raise NetworkError("ip and tc are missing (Debian: apt-get install iproute2)")
+        self._lock = open(Path(tempfile.gettempdir()) / f"{PREFIX}.lock", "w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise NetworkError("another laboratory is at work on this machine") from None
         signal.signal(signal.SIGTERM, _interrupt)
         remove()  # what a killed laboratory left
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -61,6 +70,8 @@ class Network:
             remove()
             shutil.rmtree(self._folder, ignore_errors=True)
         finally:
+            if self._lock is not None:
+                self._lock.close()
             signal.signal(signal.SIGINT, before)
 
     def _make(self) -> None:

@@ -25,8 +25,9 @@ def write(measured: Row, source: Path, root: Path) -> Iterator[Path]:
     target.write_text(_page(measured, speeds, name), encoding="utf-8")
     yield target
     readme = root / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    if folder == root / "docs" and BEGIN in text:
+    if folder == root / "docs":
+        text = readme.read_text(encoding="utf-8")
+        assert BEGIN in text and END in text, "README.md has lost the place of its table"
         before, _, rest = text.partition(BEGIN)
         readme.write_text(before + BEGIN + "\n" + _headline(measured, speeds) + "\n" + END + rest.partition(END)[2],
                           encoding="utf-8")
