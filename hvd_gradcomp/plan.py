@@ -196,7 +196,9 @@ def _stages(schedule: Schedule | None, spec: TensorSpec, ranks: int, exchange: E
         return ()
     stages: list[Stage] = []
     for begin, codec in zip(schedule.begins, schedule.codecs, strict=True):
-        chosen = choose(codec, spec, ranks, _requested(exchange, spec))
+        # Dense steps are summed whatever carries the others, which may not be able to.
+        dense = codec.lossless and len(schedule.codecs) > 1
+        chosen = choose(codec, spec, ranks, "auto" if dense else _requested(exchange, spec))
         stages.append(Stage(codec, _verified(chosen) if verify else chosen, begin))
         if (delayed and isinstance(chosen, Sum) and not codec.interactive and Sum.delays(codec, ranks)
                 and begin + 1 not in schedule.begins):

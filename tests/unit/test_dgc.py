@@ -146,3 +146,38 @@ def test_the_stages() -> None:
 def test_settings_that_cannot_be(name: str, value: Any) -> None:
     with pytest.raises(SpecError, match=name):
         dgc(**{"ratio": 0.001, name: value})
+
+
+@pytest.mark.parametrize("exchange", ["gather", "two_stage", "sparse_split"])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_exchange_sends_what_leaves_the_memory(exchange: str, nesterov: bool, ranks: int) -> None:
+    """By the states before and after each step: ``v`` lost what was sent, ``u`` is 0 exactly there, and the mean of
+    what was sent, with what the owners of chunks kept, is what everyone receives."""
+    sgd, n = Momentum(0.9, nesterov=nesterov), 403
+    world = LocalWorld("topk(ratio=0.05) + uniform(bits=8)", {"w": (13, 31)}, ranks, exchange=exchange, dgc=True)
+    states = [plan.slots["w"].state for plan in world.plans]
+    moved = 0
+    for step in range(6):
+        grads = [np.random.default_rng((step, rank)).normal(size=(13, 31)).astype(np.float32)
+                 for rank in range(ranks)]
+        before = [{key: array.astype(np.float64) for key, array in state.items()} for state in states]
+        outs = world.step([{"w": grad} for grad in grads], sgd=sgd)
+        assert all(out["w"].tobytes() == outs[0]["w"].tobytes() for out in outs)
+        want = np.zeros(n)
+        for rank, (old, new) in enumerate(zip(before, states, strict=True)):
+            g = grads[rank].ravel().astype(np.float64)
+            u = 0.9 * (old["momentum"] + g) if nesterov else 0.9 * old["momentum"] + g
+            v = old["residual"] + u + (g if nesterov else 0.0)
+            sent = v - new["residual"]
+            sent[np.abs(sent) < 2e-6] = 0.0
+            want += sent / ranks
+            # Under sparse_split an owner's is 0 too where all it counts as sent is the rounding of another's entry.
+            cleared = (sent != 0.0) | ((new["momentum"] == 0.0) & (exchange == "sparse_split"))
+            np.testing.assert_allclose(new["momentum"], np.where(cleared, 0.0, u), rtol=0, atol=1e-5)
+            moved += int((sent != 0.0).sum())
+            if exchange == "two_stage":
+                begin, end = rank * n // ranks, (rank + 1) * n // ranks
+                want[begin:end] -= (new["owner_residual"] - old["owner_residual"])[: end - begin]
+        np.testing.assert_allclose(outs[0]["w"].ravel(), want, rtol=0, atol=1e-4)
+    assert moved >= 6 * ranks * 8, "little was sent, so little was tested"
