@@ -7,7 +7,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from hvd_gradcomp.exchange import choose
 from hvd_gradcomp.exchange.base import Exchange
 from hvd_gradcomp.exchange.hierarchical import Hierarchical
 from hvd_gradcomp.exchange.sum import Sum
+from hvd_gradcomp.exchange.two_stage import TwoStage
 from hvd_gradcomp.exchange.verified import Verified
 from hvd_gradcomp.memory import dgc as momentum
 from hvd_gradcomp.memory import error_feedback
@@ -28,6 +29,12 @@ from hvd_gradcomp.version import __version__
 
 Exchanges = str | Mapping[str, str]
 """The name of an exchange, or one for each pattern of tensor names: the first that fits; else ``auto``."""
+
+LARGE = 1 << 26
+"""Elements above which a tensor is exchanged in pieces, where an adapter can do that: 256 MB of float32."""
+
+_PIECES = 32  # that are as long as LARGE
+_MULTIPLE = 1024  # elements, so that blocks are those of the whole tensor
 
 Allocate = Callable[[str, int, str], Array]
 """``(name, length, dtype)`` to a new state array of zeros."""
@@ -56,6 +63,8 @@ class Slot:
     state: dict[str, Array] = field(default_factory=dict)
     buffers: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """Payloads that are written anew in each step (``Ctx.buffers``)."""
+    cuts: tuple[tuple[int, int], ...] = ()
+    """Begin and end of the pieces that it is exchanged in, one after the other; empty if as a whole."""
     complete: bool = False
     """Whether all state arrays are there."""
 
@@ -80,7 +89,22 @@ class Slot:
     def exchange_text(self) -> str:
         """The exchange's name, or one for each stage of the schedule."""
         begins = self.schedule.begins if self.schedule else ()
-        return ", ".join(stage.exchange.name for stage in self.stages if stage.begin in begins) or "horovod"
+        names = ", ".join(stage.exchange.name for stage in self.stages if stage.begin in begins) or "horovod"
+        return f"{names} in {len(self.cuts)} pieces" if self.cuts else names
+
+    def piece(self, begin: int, end: int) -> Slot:
+        """A stretch of the tensor as a tensor of its own, whose residual is a view of this one's. Its step count is
+        this one's, which moves with the last piece."""
+        state = {name: array[begin:end] for name, array in self.state.items() if name == error_feedback.STATE}
+        if "step" in self.state and end == self.spec.numel:
+            state["step"] = self.state["step"]
+        return Slot(_piece(self.spec, begin, end), self.schedule, self.stages, state=state)
+
+    def received(self, stage: int, ranks: int) -> float:
+        """Bytes that one rank receives (and sends) for one reduction in a stage."""
+        exchange, codec = self.stages[stage].exchange, self.stages[stage].codec
+        specs = [_piece(self.spec, *cut) for cut in self.cuts] or [self.spec]
+        return sum(exchange.received(codec, spec, ranks) for spec in specs)
 
     @property
     def begins(self) -> tuple[int, ...]:
@@ -125,11 +149,13 @@ class Plan:
     delayed: bool = True
     """Whether ``sum`` may scale by what earlier steps have shown: where stages can be looked up, and what is clipped
     is kept."""
+    large: int | None = None
+    """Elements above which a tensor is exchanged in pieces; None for never."""
 
     @classmethod
     def make(cls, specs: Iterable[TensorSpec], policy: Policy, *, ranks: int, exchange: Exchanges = "auto",
              seed: int = 0, error_feedback: bool = True, dgc: bool = False, verify: bool = False, delayed: bool = True,
-             refuse: Callable[[TensorSpec], str] = lambda spec: "") -> Plan:
+             large: int | None = None, refuse: Callable[[TensorSpec], str] = lambda spec: "") -> Plan:
         """Choose for every tensor. ``refuse`` gives an adapter's own reasons not to compress one."""
         slots: dict[str, Slot] = {}
         for spec in specs:
@@ -140,20 +166,22 @@ class Plan:
                 codec, reason = None, refuse(spec)
             # An exchange that cannot carry a codec is an error here, before anything is sent.
             schedule = None if codec is None else codec if isinstance(codec, Schedule) else Schedule((0,), (codec,))
-            stages = _stages(schedule, spec, ranks, exchange, verify, delayed and error_feedback)
+            cuts = () if dgc else _cuts(schedule, spec, large)
+            stages = _stages(schedule, spec, ranks, exchange, verify, delayed and error_feedback, cuts)
             if dgc and any(isinstance(stage.exchange, Hierarchical) for stage in stages):
                 raise SpecError("exchange='hierarchical': what a host sends is no rank's own, so momentum correction "
                                 "cannot tell which of a rank's velocities to clear; use exchange='auto'")
-            slots[spec.name] = Slot(spec, schedule, stages, reason)
-        return cls(slots, policy, exchange, seed, error_feedback, ranks, dgc, verify, delayed)
+            slots[spec.name] = Slot(spec, schedule, stages, reason, cuts=cuts)
+        return cls(slots, policy, exchange, seed, error_feedback, ranks, dgc, verify, delayed, large)
 
     def for_ranks(self, ranks: int) -> Plan:
         """The plan for another number of ranks, without state."""
         def stages(slot: Slot) -> tuple[Stage, ...]:
             return _stages(slot.schedule, slot.spec, ranks, self.exchange, self.verify,
-                           self.delayed and self.error_feedback)
+                           self.delayed and self.error_feedback, slot.cuts)
 
-        slots = {name: Slot(slot.spec, slot.schedule, stages(slot), slot.reason) for name, slot in self.slots.items()}
+        slots = {name: Slot(slot.spec, slot.schedule, stages(slot), slot.reason, cuts=slot.cuts)
+                 for name, slot in self.slots.items()}
         return replace(self, slots=slots, ranks=ranks)
 
     @property
@@ -190,17 +218,21 @@ class Plan:
 
 
 def _stages(schedule: Schedule | None, spec: TensorSpec, ranks: int, exchange: Exchanges,
-            verify: bool, delayed: bool) -> tuple[Stage, ...]:
-    """Those of the schedule; and where ``sum`` needs a bound, each is one step of asking for it, then the rest."""
+            verify: bool, delayed: bool, cuts: Sequence[tuple[int, int]]) -> tuple[Stage, ...]:
+    """Those of the schedule; and where ``sum`` needs a bound, each is one step of asking for it, then the rest.
+    Pieces have no state beside the residual."""
     if schedule is None:
         return ()
     stages: list[Stage] = []
     for begin, codec in zip(schedule.begins, schedule.codecs, strict=True):
         # Dense steps are summed whatever carries the others, which may not be able to.
         dense = codec.lossless and len(schedule.codecs) > 1
-        chosen = choose(codec, spec, ranks, "auto" if dense else _requested(exchange, spec))
+        chosen = choose(codec, _piece(spec, *cuts[0]) if cuts else spec, ranks,
+                        "auto" if dense else _requested(exchange, spec))
+        if cuts and isinstance(chosen, TwoStage):
+            chosen = TwoStage(owner_memory=False)
         stages.append(Stage(codec, _verified(chosen) if verify else chosen, begin))
-        if (delayed and isinstance(chosen, Sum) and not codec.interactive and Sum.delays(codec, ranks)
+        if (delayed and not cuts and isinstance(chosen, Sum) and not codec.interactive and Sum.delays(codec, ranks)
                 and begin + 1 not in schedule.begins):
             stages.append(Stage(codec, Sum(delayed=True), begin + 1))
     return tuple(stages)
@@ -210,6 +242,20 @@ def _verified(exchange: Exchange) -> Exchange:
     if isinstance(exchange, Hierarchical):  # what stays inside a host is no payload
         return replace(exchange, between=Verified(exchange.between))
     return Verified(exchange)
+
+
+def _cuts(schedule: Schedule | None, spec: TensorSpec, large: int | None) -> tuple[tuple[int, int], ...]:
+    """The pieces of a tensor that is large, unless its codec needs the whole (its shape, or what it has learned)."""
+    if schedule is None or large is None or spec.numel <= large:
+        return ()
+    if any(codec.shaped or codec.lossless or codec.state(TensorSpec("", (64, 64))) for codec in schedule.codecs):
+        return ()
+    length = max(large // _PIECES // _MULTIPLE, 1) * _MULTIPLE
+    return tuple((begin, min(begin + length, spec.numel)) for begin in range(0, spec.numel, length))
+
+
+def _piece(spec: TensorSpec, begin: int, end: int) -> TensorSpec:
+    return TensorSpec(f"{spec.name}[{begin}:]", (end - begin,), spec.dtype)
 
 
 def _requested(exchange: Exchanges, spec: TensorSpec) -> str:

@@ -16,7 +16,7 @@ def step_bytes(slot: Slot, ranks: int, stage: int = 0) -> float:
     """Bytes that one rank receives (and sends) for this tensor in one step of a stage."""
     if not slot.stages:
         return dense_step_bytes(slot, ranks)
-    return slot.stages[stage].exchange.received(slot.stages[stage].codec, slot.spec, ranks)
+    return slot.received(stage, ranks)
 
 
 def dense_step_bytes(slot: Slot, ranks: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -161,6 +162,30 @@ def poll(running: deque[OpenExchange]) -> None:
             running.popleft()
         else:
             running[0].finish_round()
+
+
+WINDOW = 3
+"""Flows of :func:`in_turn` that are begun at a time."""
+
+
+def in_turn(flows: Iterable[tuple[str, Flow]], sets: Sets, ok: Array) -> Iterator[Array]:
+    """Drive flows to their ends one after the other, the same on every rank, and give their results. While one is
+    decoded, the next is on the wire and the one after it is encoded. Flows are made as they are begun."""
+    running: deque[OpenExchange] = deque()
+
+    def end_first() -> Array:
+        first = running.popleft()
+        while not first.committing:
+            first.finish_round()
+        return first.commit(ok)
+
+    for name, flow in flows:
+        running.append(OpenExchange(name, flow, sets))
+        poll(deque(running))
+        if len(running) == WINDOW:
+            yield end_first()
+    while running:
+        yield end_first()
 
 
 def finish(exchanges: list[OpenExchange], buckets: list[Bucket]) -> None:

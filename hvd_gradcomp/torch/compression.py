@@ -6,7 +6,7 @@ import json
 import os
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from hvd_gradcomp.exchange import with_hosts
 from hvd_gradcomp.exchange.base import BUCKET, Flow, wire_bytes
 from hvd_gradcomp.flow import reduce_gradient
 from hvd_gradcomp.memory import Momentum
+from hvd_gradcomp.ops.base import Array
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.plan import Exchanges, Plan, Slot
+from hvd_gradcomp.plan import LARGE, Exchanges, Plan, Slot
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
 from hvd_gradcomp.spec import TensorSpec
 
@@ -78,6 +79,8 @@ class Compression:
             are kept divided by it.
         seed: of the stochastic codecs.
         error_feedback: keep what was not sent and add it to the next gradient.
+        large: tensors with more elements are exchanged in pieces after the backward pass, so that extra memory stays
+            at a few pieces, if their codec needs neither their shape nor a state of its own; None for never.
         verify: send a checksum with what is gathered; wrong bytes are an error that names their rank, at a cost
             (``docs/state.md``). For all ranks alike.
         sgd: gives what the optimizer does with a parameter's gradient, which is then done before
@@ -97,14 +100,15 @@ class Compression:
                  named_parameters: Iterable[tuple[str, torch.nn.Parameter]], *, exchange: Exchanges = "auto",
                  min_size: int = DEFAULT_MIN_SIZE, process_set: Any = hvd.global_process_set,
                  loss_scale: LossScale = None, seed: int = 0, error_feedback: bool = True,
-                 verify: bool = False, sgd: Callable[[torch.nn.Parameter], Momentum] | None = None) -> None:
+                 verify: bool = False, large: int | None = LARGE,
+                 sgd: Callable[[torch.nn.Parameter], Momentum] | None = None) -> None:
         named = _named(named_parameters)
         complex_names = {name for name, param in named if param.is_complex()}
         self.plan = Plan.make(
             [TensorSpec(name, tuple(param.shape), str(param.dtype).removeprefix("torch.")) for name, param in named],
             Policy.make(compression, min_size), ranks=process_set.size() or 1,
             exchange=with_hosts(exchange, lambda: process_sets.local_size(hvd, process_set)), seed=seed,
-            error_feedback=error_feedback, dgc=sgd is not None, verify=verify,
+            error_feedback=error_feedback, dgc=sgd is not None, verify=verify, large=large,
             refuse=lambda spec: "complex dtype" if spec.name in complex_names else "")
         self.process_set = process_set
         self.loss_scale = loss_scale
@@ -220,9 +224,13 @@ class Compression:
         # scaler does so anyhow.
         looks = tensor.device.type == "cpu" or hasattr(self.loss_scale, "get_scale")
         b.probe = _sample(tensor) if looks else None
-        flow = self._flow(b, tensor, len(self._ranks), self.process_set.rank())
-        b.exchange = OpenExchange(f"{self._name}.{b.slot.spec.name}.{b.stage}", flow, self._sets, b.bucket)
-        self._running.append(b.exchange)
+        if b.slot.cuts:  # its turn comes when the step's verdict is known, so that no payload has to be kept until then
+            b.version = tensor._version
+            self._watch(b, tensor)
+        else:
+            flow = self._flow(b, tensor, len(self._ranks), self.process_set.rank())
+            b.exchange = OpenExchange(f"{self._name}.{b.slot.spec.name}.{b.stage}", flow, self._sets, b.bucket)
+            self._running.append(b.exchange)
         hvd_torch.poll(self._running)
         assert self._token is not None
         return self._token.to(tensor.device, copy=True)
@@ -236,12 +244,46 @@ class Compression:
         # copy for a contiguous float32 gradient.
         x = _flat(tensor)
         self._watch(b, x)
-        if b.stage + 1 < len(slot.stages):  # in the last stage nothing is looked up, so no device waits
-            b.stage = slot.stage(int(slot.state["step"][0]))
+        self._find_stage(b)
         ctx = Ctx(b.ops, slot.spec, ranks, rank, self.plan.seed, state=slot.state,
                   error_feedback=self.plan.error_feedback, buffers=slot.buffers)
         return reduce_gradient(x, slot, ctx, stage=b.stage, loss_scale=self._scale(),
                                sgd=self.sgd(b.param) if self.sgd else None, output=lambda: self._output(b, x))
+
+    @staticmethod
+    def _find_stage(b: _Bound) -> None:
+        if b.stage + 1 < len(b.slot.stages):  # in the last stage nothing is looked up, so no device waits
+            b.stage = b.slot.stage(int(b.slot.state["step"][0]))
+
+    def _in_pieces(self, b: _Bound) -> None:
+        """Reduce a large gradient, piece by piece, where it is. Extra memory is that of a few pieces."""
+        tensor, slot = b.grad, b.slot
+        assert tensor is not None and self._verdict is not None
+        self._allocate(b, tensor.device)
+        self._find_stage(b)
+        x = _flat(tensor)
+        out = x if self._is_private(tensor, x) else torch.empty_like(x)
+
+        def zeros(begin: int, end: int) -> Callable[[], Array]:
+            return lambda: out[begin:end].zero_()
+
+        def flows() -> Iterator[tuple[str, Flow]]:
+            for i, (begin, end) in enumerate(slot.cuts):
+                piece = slot.piece(begin, end)
+                step = {"step": slot.state["step"]} if "step" in slot.state else {}
+                ctx = Ctx(b.ops, piece.spec, len(self._ranks), self.process_set.rank(), self.plan.seed,
+                          state={**piece.state, **step}, error_feedback=self.plan.error_feedback)
+                # Names come again, except that of the last piece, whose size may be another one.
+                number = "last" if end == slot.spec.numel else i % (hvd_torch.WINDOW + 1)
+                yield (f"{self._name}.{slot.spec.name}.{b.stage}.{number}",
+                       reduce_gradient(x[begin:end], piece, ctx, stage=b.stage, loss_scale=self._scale(),
+                                       output=zeros(begin, end)))
+
+        means = hvd_torch.in_turn(flows(), self._sets, self._verdict.to(b.ops.device))
+        for (begin, end), mean in zip(slot.cuts, means, strict=True):
+            if mean.data_ptr() != out[begin:end].data_ptr():
+                out[begin:end] = mean
+        b.mean = self._into_gradient(b, out)
 
     def _watch(self, b: _Bound, x: torch.Tensor) -> None:
         """Note a gradient for the step flag: its largest magnitude is finite exactly if all of it is."""
@@ -280,16 +322,20 @@ class Compression:
         self._refuse_changed()
         self._sharers = Counter(_storage(b.grad) for b in self._open if b.grad is not None)
         for b in self._open:
-            b.steps[b.stage] += 1
             if b.exchange is not None:
                 mean = b.exchange.commit(self._verdict.to(b.ops.device))
                 b.mean = self._into_gradient(b, mean)
+        for b in self._bound.values():  # in an order that all ranks have in common
+            if b.grad is not None and b.slot.cuts:
+                self._in_pieces(b)
+        for b in self._open:
+            b.steps[b.stage] += 1
             b.grad = b.exchange = None
         self._open = []
         self._by_grad = {}
 
     def _refuse_changed(self) -> None:
-        changed = [b.slot.spec.name for b in self._open if b.exchange is not None and b.is_changed()]
+        changed = [b.slot.spec.name for b in self._open if b.slot.codec is not None and b.is_changed()]
         if changed:
             for b in self._open:
                 b.grad = b.exchange = None
@@ -303,8 +349,11 @@ class Compression:
         """Zeros for the mean: the gradient's own storage, or the copy, if nothing else lives in it."""
         grad = b.grad
         assert grad is not None
-        private = x.data_ptr() != grad.data_ptr() or self._sharers[_storage(grad)] == 1
-        return x.zero_() if private else torch.zeros_like(x)
+        return x.zero_() if self._is_private(grad, x) else torch.zeros_like(x)
+
+    def _is_private(self, grad: torch.Tensor, x: torch.Tensor) -> bool:
+        """Whether nothing else lives where ``x``, a gradient as a vector, is."""
+        return x.data_ptr() != grad.data_ptr() or self._sharers[_storage(grad)] == 1
 
     def step_alone(self, sparse_as_dense: bool = False) -> None:
         """For a rank that exchanges with nobody, where Horovod calls no compressor: put into every
@@ -417,7 +466,7 @@ class Compression:
             if len(b.slot.stages) != 1:
                 continue
             exchange, codec = b.slot.stages[0].exchange, b.slot.stages[0].codec
-            if exchange.groups(len(self._ranks)):
+            if exchange.groups(len(self._ranks)) or b.slot.cuts:
                 continue
             nbytes = sum(n for how, n in exchange.sends(codec, b.slot.spec, len(self._ranks)) if how == "all_to_all")
             if not 0 < nbytes < BUCKET:

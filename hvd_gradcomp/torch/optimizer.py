@@ -9,7 +9,7 @@ import torch
 
 from hvd_gradcomp.collectives.hvd_torch import hvd
 from hvd_gradcomp.errors import UsageError
-from hvd_gradcomp.plan import Exchanges
+from hvd_gradcomp.plan import LARGE, Exchanges
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE
 from hvd_gradcomp.torch.compression import Compression, LossScale
 
@@ -19,7 +19,8 @@ def DistributedOptimizer(
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
         compression: Any = "none", *, exchange: Exchanges = "auto",
         min_size: int = DEFAULT_MIN_SIZE, loss_scale: LossScale = None, seed: int = 0, error_feedback: bool = True,
-        verify: bool = False, process_set: Any = hvd.global_process_set, op: Any = hvd.Average, **horovod: Any) -> Any:
+        verify: bool = False, large: int | None = LARGE, process_set: Any = hvd.global_process_set,
+        op: Any = hvd.Average, **horovod: Any) -> Any:
     """``hvd.DistributedOptimizer`` with gradient compression.
 
     The same object as Horovod makes, with four of its faults mended: ``zero_grad`` takes
@@ -30,7 +31,7 @@ def DistributedOptimizer(
 
     Args:
         compression: whatever :class:`Compression` takes, a Compression, or a compressor of Horovod's own.
-        exchange, min_size, loss_scale, seed, error_feedback, verify: see :class:`Compression`.
+        exchange, min_size, loss_scale, seed, error_feedback, verify, large: see :class:`Compression`.
         horovod: what ``hvd.DistributedOptimizer`` takes (``backward_passes_per_step``, ``groups``,
             ``gradient_predivide_factor``, ``sparse_as_dense``, ...).
 
@@ -47,7 +48,8 @@ def DistributedOptimizer(
         named = list(named_parameters)
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         compression = Compression(compression, named, exchange=exchange, min_size=min_size, process_set=process_set,
-                                  loss_scale=loss_scale, seed=seed, error_feedback=error_feedback, verify=verify)
+                                  loss_scale=loss_scale, seed=seed, error_feedback=error_feedback, verify=verify,
+                                  large=large)
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression,
                                        process_set=process_set, op=op, **horovod)
     wrapped.compression = compression
