@@ -36,7 +36,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 
-.PHONY: help install demo test test-asan bench docs-codecs convergence exchange dgc soak lab image image-test lint golden clean distclean
+.PHONY: help install demo test test-asan bench docs-codecs convergence exchange large dgc soak lab image image-test lint golden clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -87,6 +87,10 @@ convergence: $(STAMPS)/package  ## train with all codecs again: docs/convergence
 exchange: $(STAMPS)/package  ## measure the exchanges on 2, 4 and 8 ranks again: docs/exchange.md (5 minutes)
 	@echo "exchange: usually 5 minutes"
 	@$(BIN)/python benchmarks/exchange.py
+
+large: $(STAMPS)/package  ## measure the memory of a gradient of 500,000,000 elements on 2 ranks again: docs/large.md
+	@echo "large: usually 5 minutes; needs 10 GB of memory"
+	@$(BIN)/python benchmarks/large.py
 
 dgc: $(STAMPS)/package  ## train with Deep Gradient Compression and without, 5 seeds: docs/dgc.md (2 hours)
 	@echo "dgc: 30 trainings on 2 Horovod ranks, usually 2 hours; 'python benchmarks/dgc.py --help' has shorter ones"
