@@ -15,6 +15,7 @@ from hvd_gradcomp.codecs.base import Codec, Ctx, Received
 from hvd_gradcomp.codecs.chain import Chain
 from hvd_gradcomp.codecs.matrix import Product, Products
 from hvd_gradcomp.memory.base import Memory, NoMemory
+from hvd_gradcomp.memory.dgc import MomentumCorrection
 from hvd_gradcomp.memory.error_feedback import ErrorFeedback
 from hvd_gradcomp.native import Host, HostParts, Kernel, Sink, Source
 from hvd_gradcomp.ops.base import Array, Ops
@@ -51,7 +52,7 @@ def encode(codec: Codec, memory: Memory, ctx: Ctx) -> Parts:
         if own.blob is None or not ctx.ops.in_place:
             own.blob = np.zeros(size, np.uint8)
             own.parts = dict(payload.unpack(_numpy, own.blob, own.layout))
-        kernel.encode(_source(given), own.parts, _host_ctx(ctx, given))
+        kernel.encode(_source(given, memory), own.parts, _host_ctx(ctx, given))
         return [own.blob]
 
     blob = ctx.ops.host(run, {**_loaded(memory), **_moment(codec, ctx)}, [(size, "uint8")])[0]
@@ -99,7 +100,7 @@ def settle(received: Received, memory: Memory, ctx: Ctx, ok: Array) -> None:
     if not memory.keeps:
         return
     sent = received.sent
-    if isinstance(memory, ErrorFeedback) and (
+    if isinstance(memory, _Keeping) and (
             (isinstance(sent, Sent) and _settle(sent, memory, ok))
             or (isinstance(sent, Product) and _settle_product(sent, memory, ok))):
         return
@@ -110,7 +111,7 @@ def largest(memory: Memory, ctx: Ctx) -> Array:
     """float32 ``(1,)``: the largest magnitude of what ``memory`` loads."""
     ops = ctx.ops
     if native.available() and ops.on_host and ctx.spec.numel:
-        return ops.host(lambda given: [native.largest(_source(given))], _loaded(memory), [(1, "float32")])[0]
+        return ops.host(lambda given: [native.largest(_source(given, memory))], _loaded(memory), [(1, "float32")])[0]
     return ops.max_rows(ops.reshape(ops.abs(memory.load()), (1, ctx.spec.numel)))
 
 
@@ -141,7 +142,11 @@ def _tensor(codec: Codec, ctx: Ctx) -> _Tensor:
     return known
 
 
-def _settle(sent: Sent, memory: ErrorFeedback, ok: Array) -> bool:
+_Keeping = ErrorFeedback | MomentumCorrection
+"""The memories whose state arrays kernels read and write."""
+
+
+def _settle(sent: Sent, memory: _Keeping, ok: Array) -> bool:
     """Whether a kernel did it."""
     codec, parts, ctx = sent.codec, sent.parts, sent.ctx
     if isinstance(codec, Chain):
@@ -152,13 +157,17 @@ def _settle(sent: Sent, memory: ErrorFeedback, ok: Array) -> bool:
         return False
 
     def run(given: dict[str, Host]) -> None:
-        sink = Sink(given["target"], given["grad"], _scale(given))
-        kernel.decode(_host_parts(given, "own", own.layout), sink, _host_ctx(ctx, given))
+        kernel.decode(_host_parts(given, "own", own.layout), _sink(given, memory), _host_ctx(ctx, given))
 
-    loaded = _loaded(memory)
-    del loaded["residual"]  # which is the target
-    ctx.ops.host_update(run, memory.residual, {**loaded, **_named("own", parts), **_moment(codec, ctx)}, ok)
+    _update(run, memory, {**_named("own", parts), **_moment(codec, ctx)}, ok)
     return True
+
+
+def _update(run: Callable[[dict[str, Host]], None], memory: _Keeping, arrays: Mapping[str, Array], ok: Array) -> None:
+    """Let ``run`` write to the memory's state arrays through :func:`_sink`."""
+    loaded = _loaded(memory)
+    targets = {name: loaded.pop(name) for name in _STATE if name in loaded}
+    memory.ops.host_update(run, targets, {**loaded, **arrays}, ok)
 
 
 def _has_products(ops: Ops, shape: tuple[int, int], numel: int) -> bool:
@@ -183,12 +192,14 @@ class _NativeProducts:
 
     def _run(self, product: Callable[[Source, tuple[int, int], Host, int], Host], factor: Array, rank: int,
              length: int) -> Array:
+        def run(given: dict[str, Host]) -> list[Host]:
+            return [product(_source(given, self.memory), self.shape, given["factor"], rank)]
+
         flat = self.ctx.ops.reshape(factor, (-1,))
-        return self.ctx.ops.host(lambda given: [product(_source(given), self.shape, given["factor"], rank)],
-                                 {**_loaded(self.memory), "factor": flat}, [(length, "float32")])[0]
+        return self.ctx.ops.host(run, {**_loaded(self.memory), "factor": flat}, [(length, "float32")])[0]
 
 
-def _settle_product(sent: Product, memory: ErrorFeedback, ok: Array) -> bool:
+def _settle_product(sent: Product, memory: _Keeping, ok: Array) -> bool:
     """Whether a kernel did it."""
     ops, shape = sent.ops, (int(sent.left.shape[0]), int(sent.right.shape[1]))
     if not _has_products(ops, shape, int(memory.grad.shape[0])):
@@ -196,12 +207,9 @@ def _settle_product(sent: Product, memory: ErrorFeedback, ok: Array) -> bool:
     rank = int(sent.right.shape[0])
 
     def run(given: dict[str, Host]) -> None:
-        native.product(Sink(given["target"], given["grad"], _scale(given)), shape, given["left"], given["right"], rank)
+        native.product(_sink(given, memory), shape, given["left"], given["right"], rank)
 
-    loaded = _loaded(memory)
-    del loaded["residual"]  # which is the target
-    ops.host_update(run, memory.residual, {**loaded, "left": ops.reshape(sent.left, (-1,)),
-                                           "right": ops.reshape(sent.right, (-1,))}, ok)
+    _update(run, memory, {"left": ops.reshape(sent.left, (-1,)), "right": ops.reshape(sent.right, (-1,))}, ok)
     return True
 
 
@@ -223,28 +231,51 @@ def _into(acc: Array, run: Callable[[Host, list[tuple[HostParts, Ctx]]], None], 
     return ctx.ops.host(on_host, arrays, [(ctx.spec.numel, "float32")])[0]
 
 
+_STATE = ("residual", "velocity")
+"""Those of :func:`_loaded` that a settled memory writes."""
+
+
 def _loaded(memory: Memory) -> dict[str, Array]:
-    """The arrays of :func:`_source`."""
-    if not isinstance(memory, ErrorFeedback):
+    """The arrays of :func:`_source` and :func:`_sink`."""
+    if not isinstance(memory, _Keeping):
         return {"grad": memory.load()}
+    ops = memory.ops
     arrays = {"grad": memory.grad, "residual": memory.residual}
     if memory.loss_scale is not None:
-        arrays["scale"] = _scalar(memory)
+        arrays["scale"] = _scalar(ops, memory.loss_scale)
+    if isinstance(memory, MomentumCorrection):
+        sgd = memory.sgd
+        arrays |= {"velocity": memory.velocity, "momentum": _scalar(ops, sgd.momentum)}
+        if memory.clip is not None:
+            arrays["clip"] = memory.clip
+        if sgd.weights is not None:
+            arrays |= {"weights": sgd.weights, "decay": _scalar(ops, sgd.weight_decay)}
     return arrays
 
 
-def _scalar(memory: ErrorFeedback) -> Array:
-    scale = memory.loss_scale
-    return memory.ops.constant([scale], "float32") if isinstance(scale, (int, float)) else memory.ops.reshape(
-        memory.ops.cast(scale, "float32"), (1,))
+def _scalar(ops: Ops, value: Array | float) -> Array:
+    if isinstance(value, (int, float)):
+        return ops.constant([value], "float32")
+    return ops.reshape(ops.cast(value, "float32"), (1,))
 
 
-def _source(given: Mapping[str, Host]) -> Source:
-    return Source(given["grad"], given.get("residual"), _scale(given))
+def _source(given: Mapping[str, Host], memory: Memory) -> Source:
+    return Source(given["grad"], given.get("residual"), _number(given, "scale"), _momentum(given, memory))
 
 
-def _scale(given: Mapping[str, Host]) -> float:
-    return float(given["scale"][0]) if "scale" in given else 1.0
+def _sink(given: Mapping[str, Host], memory: Memory) -> Sink:
+    return Sink(given["residual"], given["grad"], _number(given, "scale"), _momentum(given, memory))
+
+
+def _momentum(given: Mapping[str, Host], memory: Memory) -> Any:
+    if not isinstance(memory, MomentumCorrection):
+        return None
+    return native.momentum(given["velocity"], given.get("weights"), _number(given, "momentum"),
+                           _number(given, "decay"), _number(given, "clip"), memory.sgd.nesterov)
+
+
+def _number(given: Mapping[str, Host], name: str) -> float:
+    return float(given[name][0]) if name in given else 1.0
 
 
 def _moment(codec: Codec, ctx: Ctx) -> dict[str, Array]:

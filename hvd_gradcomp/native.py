@@ -38,20 +38,24 @@ _LONGEST = 2**31 - 1  # indices and positions are int32
 
 
 class Source(NamedTuple):
-    """What is compressed: ``grad + residual * scale``."""
+    """What is compressed: ``grad + residual * scale``, or what DGC's momentum makes of both."""
 
     grad: Host
     residual: Host | None
     scale: float
+    momentum: Any = None
+    """The compiled object, see :func:`momentum`."""
 
 
 class Sink(NamedTuple):
     """Where decoded values go: added to ``target``, then divided by ``scale``; or, with ``grad``, subtracted from
-    ``grad + target * scale`` and the rest, divided by ``scale``, kept in ``target``."""
+    ``grad + target * scale`` and the rest, divided by ``scale``, kept in ``target``; with ``momentum`` likewise, and
+    its velocity becomes 0 where something was sent."""
 
     target: Host
     grad: Host | None
     scale: float
+    momentum: Any = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,7 @@ class _Sparse(Kernel[C]):
         for parts, ctx in payloads:
             where.append(self.indices(parts, ctx))
             try:
-                self.module.scatter(acc, None, 1.0, where[-1], parts["values"], self.by(ctx), 1)
+                self.module.scatter(acc, None, 1.0, None, where[-1], parts["values"], self.by(ctx), 1)
             except IndexError as error:
                 raise PayloadError(str(error)) from None
         if payloads[0][1].ranks > 1:  # the others are zeros: only where something was sent there is to divide
@@ -266,6 +270,11 @@ def find(codec: Codec, spec: TensorSpec) -> Kernel[Any] | None:
         return None
     kernel = _KERNELS[type(codec)](module, codec)
     return kernel if kernel.fits(spec) else None
+
+
+def momentum(velocity: Host, weights: Host | None, factor: float, decay: float, clip: float, nesterov: bool) -> Any:
+    """What a Source or Sink takes as ``momentum``, see ``memory/dgc.py``."""
+    return kernels.load()[0].Momentum(velocity, weights, factor, decay, clip, nesterov)
 
 
 def left(source: Source, shape: tuple[int, int], q: Host, rank: int) -> Host:

@@ -53,10 +53,10 @@ class Ops(ABC):
         write to what it was given only if ``in_place``."""
 
     @abstractmethod
-    def host_update(self, function: Callable[[dict[str, Any]], None], target: Array, arrays: Mapping[str, Array],
-                    ok: Array) -> None:
-        """Let ``function`` change the state array ``target`` if ``ok`` (``(1,)``, 0 or 1); it is given a numpy array
-        to write to, named ``target``, beside ``arrays``."""
+    def host_update(self, function: Callable[[dict[str, Any]], None], targets: Mapping[str, Array],
+                    arrays: Mapping[str, Array], ok: Array) -> None:
+        """Let ``function`` change the state arrays ``targets`` if ``ok`` (``(1,)``, 0 or 1); it is given numpy arrays
+        by name: ``targets``, to write to, and ``arrays``."""
 
     # -- making arrays --------------------------------------------------------------------------
 

@@ -22,10 +22,10 @@ class NumpyOps(Ops):
              returns: Sequence[tuple[int, str]]) -> list[Array]:
         return function(dict(arrays))
 
-    def host_update(self, function: Callable[[dict[str, Any]], None], target: Array, arrays: Mapping[str, Array],
-                    ok: Array) -> None:
+    def host_update(self, function: Callable[[dict[str, Any]], None], targets: Mapping[str, Array],
+                    arrays: Mapping[str, Array], ok: Array) -> None:
         if ok[0]:
-            function({**arrays, "target": target})
+            function({**arrays, **targets})
 
     def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Array:
         return np.zeros(shape, dtype)

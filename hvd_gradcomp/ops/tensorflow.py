@@ -27,17 +27,18 @@ class TensorflowOps(Ops):
         # eagerly a list of one comes back as its element
         return [tf.ensure_shape(x, (length,)) for x, (length, _) in zip(tf.nest.flatten(results), returns, strict=True)]
 
-    def host_update(self, function: Callable[[dict[str, Any]], None], target: Array, arrays: Mapping[str, Array],
-                    ok: Array) -> None:
+    def host_update(self, function: Callable[[dict[str, Any]], None], targets: Mapping[str, Array],
+                    arrays: Mapping[str, Array], ok: Array) -> None:
         def changed(given: dict[str, Any]) -> list[Any]:
-            if not given.pop("ok")[0]:
-                return [given["target"]]
-            given["target"] = given["target"].copy()
-            function(given)
-            return [given["target"]]
+            if given.pop("ok")[0]:
+                given |= {name: given[name].copy() for name in targets}
+                function(given)
+            return [given[name] for name in targets]
 
-        target.assign(self.host(changed, {**arrays, "target": target, "ok": ok},
-                                [(int(target.shape[0]), target.dtype.name)])[0])
+        new = self.host(changed, {**arrays, **targets, "ok": ok},
+                        [(int(target.shape[0]), target.dtype.name) for target in targets.values()])
+        for target, value in zip(targets.values(), new, strict=True):
+            target.assign(value)
 
     def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Array:
         return tf.zeros(shape, dtype)

@@ -36,10 +36,10 @@ class TorchOps(Ops):
         given = {name: x.cpu().numpy() for name, x in arrays.items()}
         return [torch.from_numpy(array).to(self.device) for array in function(given)]
 
-    def host_update(self, function: Callable[[dict[str, Any]], None], target: Array, arrays: Mapping[str, Array],
-                    ok: Array) -> None:
+    def host_update(self, function: Callable[[dict[str, Any]], None], targets: Mapping[str, Array],
+                    arrays: Mapping[str, Array], ok: Array) -> None:
         if ok[0]:
-            function({name: x.numpy() for name, x in arrays.items()} | {"target": target.numpy()})
+            function({name: x.numpy() for name, x in (*arrays.items(), *targets.items())})
 
     def zeros(self, shape: Sequence[int], dtype: str = "float32") -> Array:
         return torch.zeros(tuple(shape), dtype=DTYPES[dtype], device=self.device)
@@ -125,7 +125,7 @@ class TorchOps(Ops):
         """``(1,)``: the largest magnitude of a tensor of any real dtype; NaN or infinite unless all are finite."""
         kernel, _ = kernels.load()
         if kernel is not None and self.on_host and x.dtype == torch.float32 and x.is_contiguous():
-            return torch.tensor([kernel.largest(x.numpy(), None, 1.0)])
+            return torch.tensor([kernel.largest(x.numpy(), None, 1.0, None)])
         return torch.linalg.vector_norm(x, float("inf")).reshape(1)
 
     def all_finite(self, x: Array) -> Array:

@@ -46,6 +46,7 @@ def _torch_as_on_a_device() -> TorchOps:
     """TorchOps that takes the branches for devices, on CPU tensors."""
     ops = TorchOps()
     ops.device = _NotCpu("cpu")  # type: ignore[assignment]
+    ops.sqrt = TorchOps().sqrt  # type: ignore[method-assign]  # on a device torch rounds it correctly
     return ops
 
 

@@ -271,8 +271,8 @@ class CommitsVoidSteps(NumpyOps):
     def assign(self, target: Array, new: Array, ok: Array) -> None:
         target[...] = new
 
-    def host_update(self, function: Any, target: Array, arrays: Any, ok: Array) -> None:
-        function({**arrays, "target": target})
+    def host_update(self, function: Any, targets: Any, arrays: Any, ok: Array) -> None:
+        function({**arrays, **targets})
 
 
 def load_unscaled(memory: ErrorFeedback) -> Array:

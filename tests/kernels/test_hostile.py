@@ -42,11 +42,15 @@ def test_any_bytes(spec: str) -> None:
                 assert (guarded[:16] == 7.0).all() and (guarded[-16:] == 7.0).all()
 
 
+NINE, ONE = np.zeros(9, np.float32), np.ones(1, np.float32)
+
+
 @pytest.mark.parametrize("work", [
     lambda m: m.decode_indices(np.full(2, 255, np.uint8), np.zeros(7, np.uint8), 1000, 5),
-    lambda m: m.scatter(np.zeros(9, np.float32), None, 1.0, np.array([9], np.int32), np.ones(1, np.float32), 1.0, 1),
-    lambda m: m.scatter(np.zeros(9, np.float32), None, 1.0, np.array([-1], np.int32), np.ones(1, np.float32), 1.0, 1),
-    lambda m: m.gather(np.zeros(9, np.float32), None, 1.0, np.array([9], np.int32), np.ones(1, np.float32)),
+    lambda m: m.scatter(NINE, None, 1.0, None, np.array([9], np.int32), ONE, 1.0, 1),
+    lambda m: m.scatter(NINE, NINE, 1.0, None, np.array([9], np.int32), ONE, 1.0, 1),
+    lambda m: m.scatter(NINE, None, 1.0, None, np.array([-1], np.int32), ONE, 1.0, 1),
+    lambda m: m.gather(NINE, None, 1.0, None, np.array([9], np.int32), ONE.copy()),
     lambda m: m.encode_indices(np.array([4, 4], np.int32), 9, np.zeros(1, np.uint8), np.zeros(2, np.uint8))])
 def test_indices_outside_are_refused(work: Work) -> None:
     with pytest.raises(IndexError):
@@ -58,8 +62,8 @@ def test_indices_outside_are_refused(work: Work) -> None:
     (lambda m: m.Sign(100, 64, np.zeros(2, np.float64), np.zeros(13, np.uint8)), TypeError),
     (lambda m: m.Sign(100, 7, np.zeros(15, np.float32), np.zeros(13, np.uint8)), ValueError),
     (lambda m: m.Sign(100, 64, np.zeros(2, np.float32), np.zeros(26, np.uint8)[::2]), TypeError),
-    (lambda m: m.select(np.zeros(4, np.float32), None, 1.0, np.zeros(5, np.int32), 1), ValueError),
-    (lambda m: m.rows_times(np.zeros(6, np.float32), None, 1.0, 2, 4, np.zeros(4, np.float32), 1,
+    (lambda m: m.select(np.zeros(4, np.float32), None, 1.0, None, np.zeros(5, np.int32), 1), ValueError),
+    (lambda m: m.rows_times(np.zeros(6, np.float32), None, 1.0, None, 2, 4, np.zeros(4, np.float32), 1,
                             np.zeros(2, np.float32), 1), ValueError)])
 def test_arrays_that_do_not_fit_are_refused(work: Work, error: type[Exception]) -> None:
     with pytest.raises(error):
@@ -72,4 +76,4 @@ def test_a_read_only_residual_is_refused() -> None:
     frozen.flags.writeable = False
     signs = kernels.load()[0].Sign(8, 8, np.ones(1, np.float32), np.zeros(1, np.uint8))
     with pytest.raises(ValueError, match="read-only"):
-        signs.decode(frozen, x, 1.0, 1)
+        signs.decode(frozen, x, 1.0, None, 1)

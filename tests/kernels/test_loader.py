@@ -54,11 +54,11 @@ def parts(): return [np.zeros(5, np.float32), np.zeros(5, np.float32), np.zeros(
 for stochastic in (False, True):
     a, b = parts(), parts()
     for module, out in ((fast, a), (other, b)):
-        module.Uniform(n, 1024, *out, 8, stochastic, 1, 2).encode(x, x, 1.0, 1)
+        module.Uniform(n, 1024, *out, 8, stochastic, 1, 2).encode(x, x, 1.0, None, 1)
     assert all((p == q).all() for p, q in zip(a, b))
 rows = [np.zeros(50 * 4, np.float32) for _ in range(2)]
 for module, out in ((fast, rows[0]), (other, rows[1])):
-    module.rows_times(x, None, 1.0, 50, 100, x[:400].copy(), 4, out, 1)
+    module.rows_times(x, None, 1.0, None, 50, 100, x[:400].copy(), 4, out, 1)
 assert (rows[0] == rows[1]).all()
 print("same")
 """

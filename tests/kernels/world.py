@@ -12,7 +12,9 @@ import pytest
 
 from hvd_gradcomp import coding, native, payload
 from hvd_gradcomp.codecs.base import Codec, Ctx, Received
+from hvd_gradcomp.memory import Momentum
 from hvd_gradcomp.memory.base import Memory, NoMemory
+from hvd_gradcomp.memory.dgc import MomentumCorrection
 from hvd_gradcomp.memory.error_feedback import ErrorFeedback
 from hvd_gradcomp.ops.numpy import NumpyOps
 from hvd_gradcomp.spec import TensorSpec
@@ -52,11 +54,18 @@ class Tensor:
     residual: np.ndarray[Any, Any] | None
     loss_scale: float | None = None
     state: dict[str, Any] = field(default_factory=lambda: {"step": np.array([5], np.int32)})
+    velocity: np.ndarray[Any, Any] | None = None
+    """Of Deep Gradient Compression, with ``sgd`` and ``clip``."""
+    sgd: Momentum | None = None
+    clip: np.ndarray[Any, Any] | None = None
 
     @property
     def memory(self) -> Memory:
         if self.residual is None:
             return NoMemory(OPS, self.grad)
+        if self.sgd is not None:
+            return MomentumCorrection(OPS, self.grad, self.sgd, self.velocity, self.loss_scale, self.residual,
+                                      self.clip)
         return ErrorFeedback(OPS, self.grad, self.residual, self.loss_scale)
 
     @property
@@ -78,15 +87,15 @@ class Tensor:
         payloads = [(self._parts(blob), replace(ctx, rank=rank)) for rank, blob in enumerate(blobs)]
         return coding.mean(self.codec, payloads, np.zeros_like(self.grad))
 
-    def settle(self, blob: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The new residual."""
+    def settle(self, blob: np.ndarray[Any, Any], ok: np.ndarray[Any, Any] = OK) -> np.ndarray[Any, Any]:
+        """The new residual, with the new velocity behind it if there is one."""
         assert self.residual is not None
         ctx = self.ctx
-        after = replace(self, residual=self.residual.copy())
+        kept = [self.residual.copy()] if self.velocity is None else [self.residual.copy(), self.velocity.copy()]
+        after = replace(self, residual=kept[0], velocity=kept[-1])
         received = Received(sent=coding.Sent(self.codec, self._parts(blob), ctx), mean=lambda acc: acc)
-        coding.settle(received, after.memory, ctx, OK)
-        assert after.residual is not None
-        return after.residual
+        coding.settle(received, after.memory, ctx, ok)
+        return np.concatenate(kept)
 
     def _parts(self, blob: np.ndarray[Any, Any]) -> payload.Packed:
         return payload.unpack(OPS, blob, self.codec.layout(self.ctx.spec))

@@ -46,12 +46,32 @@ T* part(const Array& array, size_t length) {
 
 size_t length(const Array& array) { return static_cast<size_t>(array.size()); }
 
-Source source_of(const Array& grad, const Maybe& residual, float scale, size_t n) {
-    return {read<float>(grad, n), residual ? read<float>(*residual, n) : nullptr, scale};
+// DGC's momentum with the arrays it works on, kept alive.
+struct BoundMomentum {
+    Momentum momentum;
+    Array velocity;
+    Maybe weights;
+};
+
+using MaybeMomentum = const BoundMomentum*;  // None
+
+Momentum momentum_of(MaybeMomentum given, size_t n, bool writes) {
+    if (!given) return {};
+    require(!writes || given->velocity.writeable(), "a velocity is read-only");
+    Momentum momentum = given->momentum;
+    momentum.velocity = part<float>(given->velocity, n);
+    momentum.weights = given->weights ? read<float>(*given->weights, n) : nullptr;
+    return momentum;
 }
 
-Sink sink_of(Array& target, const Maybe& grad, float scale, size_t n) {
-    return {write<float>(target, n), grad ? read<float>(*grad, n) : nullptr, scale};
+Source source_of(const Array& grad, const Maybe& residual, float scale, MaybeMomentum momentum, size_t n) {
+    require(!momentum || residual, "momentum without a residual");
+    return {read<float>(grad, n), residual ? read<float>(*residual, n) : nullptr, scale, momentum_of(momentum, n, false)};
+}
+
+Sink sink_of(Array& target, const Maybe& grad, float scale, MaybeMomentum momentum, size_t n) {
+    require(!momentum || grad, "momentum of an accumulator");
+    return {write<float>(target, n), grad ? read<float>(*grad, n) : nullptr, scale, momentum_of(momentum, n, true)};
 }
 
 // A codec with the arrays it works on, kept alive.
@@ -62,16 +82,16 @@ struct Bound {
     std::vector<Array> parts;
     std::vector<Array> tables = {};
 
-    void encode(const Array& grad, const Maybe& residual, float scale, int threads) {
+    void encode(const Array& grad, const Maybe& residual, float scale, MaybeMomentum momentum, int threads) {
         for (const Array& each : parts) require(each.writeable(), "a part is read-only");
-        const Source source = source_of(grad, residual, scale, blocks.n);
+        const Source source = source_of(grad, residual, scale, momentum, blocks.n);
         py::gil_scoped_release released;
         if constexpr (std::is_same_v<Codec, Natural>) codec.find_base(source, blocks.n);
         kernels::encode(codec, source, blocks, threads);
     }
 
-    void decode(Array& target, const Maybe& grad, float scale, int threads) {
-        const Sink sink = sink_of(target, grad, scale, blocks.n);
+    void decode(Array& target, const Maybe& grad, float scale, MaybeMomentum momentum, int threads) {
+        const Sink sink = sink_of(target, grad, scale, momentum, blocks.n);
         py::gil_scoped_release released;
         kernels::decode(codec, sink, blocks, threads);
     }
@@ -81,9 +101,9 @@ template <class Codec>
 py::class_<Bound<Codec>> bind(py::module_& m, const char* name) {
     return py::class_<Bound<Codec>>(m, name)
         .def("encode", &Bound<Codec>::encode, py::arg("grad").noconvert(), py::arg("residual").noconvert(),
-             py::arg("scale"), py::arg("threads"))
+             py::arg("scale"), py::arg("momentum"), py::arg("threads"))
         .def("decode", &Bound<Codec>::decode, py::arg("target").noconvert(), py::arg("grad").noconvert(),
-             py::arg("scale"), py::arg("threads"));
+             py::arg("scale"), py::arg("momentum"), py::arg("threads"));
 }
 
 Blocks blocks_of(size_t n, size_t block, bool tree = false) {
@@ -108,6 +128,11 @@ PYBIND11_MODULE(HVD_GRADCOMP_MODULE, m) {
 #endif
         return "portable";
     }, "The fastest of the builds that this processor runs.");
+
+    py::class_<BoundMomentum>(m, "Momentum")
+        .def(py::init([](Array velocity, Maybe weights, float momentum, float decay, float clip, bool nesterov) {
+            return BoundMomentum{{nullptr, nullptr, momentum, decay, clip, nesterov}, velocity, weights};
+        }));
 
     bind<Uniform>(m, "Uniform").def(
         py::init([](size_t n, size_t block, Array step, Maybe low, Array codes, int bits,
@@ -168,10 +193,10 @@ PYBIND11_MODULE(HVD_GRADCOMP_MODULE, m) {
         return Bound<Fp16>{{part<uint16_t>(values, n), by, limit}, blocks_of(n, TILE), {values}};
     }));
 
-    m.def("select", [](Array grad, Maybe residual, float scale, Array indices, int threads) {
+    m.def("select", [](Array grad, Maybe residual, float scale, MaybeMomentum momentum, Array indices, int threads) {
         const size_t n = length(grad), k = length(indices);
         require(k >= 1 && k <= n && n <= INT32_MAX, "k must be from 1 to the number of elements");
-        const Source source = source_of(grad, residual, scale, n);
+        const Source source = source_of(grad, residual, scale, momentum, n);
         int32_t* const out = write<int32_t>(indices, k);
         py::gil_scoped_release released;
         select(source, n, k, threads, out);
@@ -212,10 +237,10 @@ PYBIND11_MODULE(HVD_GRADCOMP_MODULE, m) {
         return places;
     }, "k distinct positions below n, drawn at random.");
 
-    m.def("gather", [](Array grad, Maybe residual, float scale, Array indices,
+    m.def("gather", [](Array grad, Maybe residual, float scale, MaybeMomentum momentum, Array indices,
                        Array values) {
         const size_t n = length(grad), k = length(indices);
-        const Source source = source_of(grad, residual, scale, n);
+        const Source source = source_of(grad, residual, scale, momentum, n);
         float* const out = write<float>(values, k);
         const int32_t* const at = read<int32_t>(indices, k);
         check_indices(at, k, n);
@@ -223,10 +248,10 @@ PYBIND11_MODULE(HVD_GRADCOMP_MODULE, m) {
         gather(source, at, k, out);
     }, "Values at indices.");
 
-    m.def("scatter", [](Array target, Maybe grad, float scale, Array indices,
+    m.def("scatter", [](Array target, Maybe grad, float scale, MaybeMomentum momentum, Array indices,
                         Array values, float by, int threads) {
         const size_t n = length(target), k = length(indices);
-        const Sink sink = sink_of(target, grad, scale, n);
+        const Sink sink = sink_of(target, grad, scale, momentum, n);
         const float* const from = read<float>(values, k);
         const int32_t* const at = read<int32_t>(indices, k);
         check_indices(at, k, n);
@@ -251,34 +276,34 @@ PYBIND11_MODULE(HVD_GRADCOMP_MODULE, m) {
         }
     }, "Divides what the indices name, each element once.");
 
-    m.def("largest", [](Array grad, Maybe residual, float scale) {
+    m.def("largest", [](Array grad, Maybe residual, float scale, MaybeMomentum momentum) {
         const size_t n = length(grad);
-        const Source source = source_of(grad, residual, scale, n);
+        const Source source = source_of(grad, residual, scale, momentum, n);
         py::gil_scoped_release released;
         return largest(source, n);
     }, "The largest magnitude; NaN if there is one.");
 
-    m.def("rows_times", [](Array grad, Maybe residual, float scale, size_t rows, size_t columns,
+    m.def("rows_times", [](Array grad, Maybe residual, float scale, MaybeMomentum momentum, size_t rows, size_t columns,
                            Array q, size_t rank, Array out, int threads) {
-        const Source source = source_of(grad, residual, scale, rows * columns);
+        const Source source = source_of(grad, residual, scale, momentum, rows * columns);
         const float* const factor = read<float>(q, rank * columns);
         float* const to = write<float>(out, rows * rank);
         py::gil_scoped_release released;
         rows_times(source, rows, columns, factor, rank, to, threads);
     }, "[rows, rank]: the matrix times q^T, q [rank, columns].");
 
-    m.def("columns_times", [](Array grad, Maybe residual, float scale, size_t rows, size_t columns,
+    m.def("columns_times", [](Array grad, Maybe residual, float scale, MaybeMomentum momentum, size_t rows, size_t columns,
                               Array p, size_t rank, Array out) {
-        const Source source = source_of(grad, residual, scale, rows * columns);
+        const Source source = source_of(grad, residual, scale, momentum, rows * columns);
         const float* const factor = read<float>(p, rank * rows);
         float* const to = write<float>(out, rank * columns);
         py::gil_scoped_release released;
         columns_times(source, rows, columns, factor, rank, to);
     }, "[rank, columns]: p^T times the matrix, p [rows, rank].");
 
-    m.def("product", [](Array target, Maybe grad, float scale, size_t rows, size_t columns,
+    m.def("product", [](Array target, Maybe grad, float scale, MaybeMomentum momentum, size_t rows, size_t columns,
                         Array p, Array q, size_t rank, int threads) {
-        const Sink sink = sink_of(target, grad, scale, rows * columns);
+        const Sink sink = sink_of(target, grad, scale, momentum, rows * columns);
         const float *left = read<float>(p, rows * rank), *right = read<float>(q, rank * columns);
         py::gil_scoped_release released;
         product(sink, rows, columns, left, right, rank, threads);

@@ -3,6 +3,8 @@
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 
 #include "bits.h"
 #include "random.h"
@@ -91,24 +93,63 @@ inline void gather(const Source& source, const int32_t* indices, size_t k, float
     }
 }
 
-// Checked indices; values are multiplied by `by` first. An accumulator takes an index any number of times.
+// An accumulator's entries; checked indices, values multiplied by `by` first. It takes an index any number of times.
+inline void accumulate(const Sink& sink, size_t n, const int32_t* indices, const float* values, size_t k, float by,
+                       int threads) {
+    for (size_t j = 0; j < k; ++j) sink.target[indices[j]] += by == 1.0f ? values[j] : values[j] * by;
+    if (sink.scale == 1.0f) return;
+    parallel(n, n, threads, LANES, [&](size_t first, size_t last) {
+        for (size_t i = first; i < last; ++i) sink.target[i] /= sink.scale;
+    });
+}
+
+// The same entries with ascending indices. Ours ascend, or start somewhere in the middle (sample).
+struct Ascending {
+    std::vector<int32_t> indices;
+    std::vector<float> values;
+
+    // Leaves them as they are, and this empty, if they ascend.
+    Ascending(const int32_t*& index, const float*& value, size_t k) {
+        const int32_t* const middle = std::is_sorted_until(index, index + k);
+        if (middle == index + k) return;
+        const size_t before = static_cast<size_t>(middle - index);
+        indices.assign(middle, index + k);
+        indices.insert(indices.end(), index, middle);
+        values.assign(value + before, value + k);
+        values.insert(values.end(), value, value + before);
+        if (!std::is_sorted(indices.begin(), indices.end())) sort();
+        index = indices.data();
+        value = values.data();
+    }
+
+    void sort() {
+        std::vector<std::pair<int32_t, float>> pairs(indices.size());
+        for (size_t j = 0; j < pairs.size(); ++j) pairs[j] = {indices[j], values[j]};
+        std::stable_sort(pairs.begin(), pairs.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+        for (size_t j = 0; j < pairs.size(); ++j) std::tie(indices[j], values[j]) = pairs[j];
+    }
+};
+
+// Settles the own payload, tile by tile: zeros with the entries among them.
+inline void settle(const Sink& sink, size_t n, const int32_t* indices, const float* values, size_t k, float by,
+                   int threads) {
+    const Ascending ascending(indices, values, k);
+    parallel(n, n, threads, TILE, [&](size_t first, size_t last) {
+        alignas(64) float v[TILE + LANES] = {};
+        size_t j = static_cast<size_t>(std::lower_bound(indices, indices + k, static_cast<int32_t>(first)) - indices);
+        for (size_t t = first; t < last; t += TILE) {
+            const size_t m = std::min(TILE, last - t), from = j;
+            for (; j < k && static_cast<size_t>(indices[j]) < t + m; ++j)
+                v[static_cast<size_t>(indices[j]) - t] += by == 1.0f ? values[j] : values[j] * by;
+            sink.store(t, m, v);
+            for (size_t i = from; i < j; ++i) v[static_cast<size_t>(indices[i]) - t] = 0.0f;
+        }
+    });
+}
+
 inline void scatter(const Sink& sink, size_t n, const int32_t* indices, const float* values, size_t k, float by,
                     int threads) {
-    if (!sink.grad) {
-        for (size_t j = 0; j < k; ++j) sink.target[indices[j]] += by == 1.0f ? values[j] : values[j] * by;
-    } else {
-        const Source source{sink.grad, sink.target, sink.scale};
-        std::vector<float> kept(k);
-        gather(source, indices, k, kept.data());
-        for (size_t j = 0; j < k; ++j) {
-            kept[j] -= 0.0f + (by == 1.0f ? values[j] : values[j] * by);
-            if (sink.scale != 1.0f) kept[j] /= sink.scale;
-        }
-        parallel(n, n, threads, LANES, [&](size_t first, size_t last) { sink.pass(first, last - first); });
-        for (size_t j = 0; j < k; ++j) sink.target[indices[j]] = kept[j];
-        return;
-    }
-    parallel(n, n, threads, LANES, [&](size_t first, size_t last) { sink.pass(first, last - first); });
+    (sink.grad ? settle : accumulate)(sink, n, indices, values, k, by, threads);
 }
 
 }  // namespace kernels

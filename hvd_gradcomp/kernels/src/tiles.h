@@ -33,6 +33,14 @@ inline Floats vector(const float* x) {
     return v;
 }
 
+// LANES values, or one, from an index on: what is written once for both.
+template <class V>
+inline V get(const float* x, size_t i) {
+    V v;
+    std::memcpy(&v, x + i, sizeof(v));
+    return v;
+}
+
 inline size_t whole_vectors(size_t n) { return (n + LANES - 1) / LANES * LANES; }
 
 // Round half to even for |x| < 2**22; the compiler must not see through it (no -ffast-math here).
@@ -45,13 +53,41 @@ inline void prefetch(const float* next, size_t n) {
     for (size_t i = 0; i < n; i += 16) __builtin_prefetch(next + i);
 }
 
-// A gradient with what was kept of earlier ones: x = g, g + e, or g + e * scale.
+// What SGD's momentum makes of a gradient before it is compressed (memory/dgc.py, whose order of operations this is).
+struct Momentum {
+    float* velocity = nullptr;  // null: no momentum; only a Sink writes to it
+    const float* weights = nullptr;  // null: no decay
+    float momentum = 0.0f, decay = 0.0f, clip = 1.0f;
+    bool nesterov = false;
+
+    template <class V>
+    struct Next {
+        V velocity, total;  // the new u and v, before anything is taken from them
+    };
+
+    template <class V>
+    Next<V> next(const float* grad, const float* residual, float scale, size_t i) const {
+        V g = get<V>(grad, i);
+        if (scale != 1.0f) g = g / scale;
+        g = g * clip;
+        if (weights) g = get<V>(weights, i) * decay + g;
+        V u = get<V>(velocity, i);
+        u = nesterov ? (u + g) * momentum : u * momentum + g;
+        V v = u + get<V>(residual, i);
+        if (nesterov) v = v + g;
+        return {u, v};
+    }
+};
+
+// A gradient with what was kept of earlier ones: x = g, g + e, or g + e * scale; or with momentum.
 struct Source {
     const float* grad;
     const float* residual;  // may be null
     float scale;            // 1 if there is none
+    Momentum sgd = {};
 
     float at(size_t i) const {
+        if (sgd.velocity) return sgd.next<float>(grad, residual, scale, i).total * scale;
         if (!residual) return grad[i];
         return scale == 1.0f ? grad[i] + residual[i] : grad[i] + residual[i] * scale;
     }
@@ -61,7 +97,9 @@ struct Source {
     void each(const Body& body) const {
         const float *g = grad, *e = residual;
         const float s = scale;
-        if (!e) body([g](size_t i) { return vector(g + i); });
+        if (const Momentum m = sgd; m.velocity)
+            body([m, g, e, s](size_t i) { return m.next<Floats>(g, e, s, i).total * s; });
+        else if (!e) body([g](size_t i) { return vector(g + i); });
         else if (s == 1.0f) body([g, e](size_t i) { return vector(g + i) + vector(e + i); });
         else body([g, e, s](size_t i) { return vector(g + i) + vector(e + i) * s; });
     }
@@ -69,11 +107,14 @@ struct Source {
     void ask(size_t start, size_t n) const {
         prefetch(grad + start, n);
         if (residual) prefetch(residual + start, n);
+        if (sgd.velocity) prefetch(sgd.velocity + start, n);
     }
 
     void load(size_t start, size_t n, float* __restrict x) const {
         const float *__restrict g = grad + start, *__restrict e = residual + start;
-        if (!residual) {
+        if (sgd.velocity) {
+            correct(start, n, x);
+        } else if (!residual) {
             std::memcpy(x, g, n * sizeof(float));
         } else if (scale == 1.0f) {
             for (size_t i = 0; i < n; ++i) x[i] = g[i] + e[i];
@@ -81,25 +122,41 @@ struct Source {
             for (size_t i = 0; i < n; ++i) x[i] = g[i] + e[i] * scale;
         }
     }
+
+    // load() with momentum: one function, not a part of each codec's loop.
+    __attribute__((noinline)) void correct(size_t start, size_t n, float* __restrict x) const {
+        const size_t whole = n / LANES * LANES;
+        const Source own = *this;
+        for (size_t i = 0; i < whole; i += LANES) {
+            const Floats v = own.sgd.next<Floats>(own.grad, own.residual, own.scale, start + i).total * own.scale;
+            std::memcpy(x + i, &v, sizeof(v));
+        }
+        for (size_t i = whole; i < n; ++i) x[i] = own.at(start + i);
+    }
 };
 
 // Where decoded values go: added to an accumulator (and divided by the number of ranks after the last
-// one), or, of the own payload, taken from g + e and the rest kept as the new residual.
+// one), or, of the own payload, taken from g + e and the rest kept as the new residual. With momentum the
+// velocity starts anew where something was sent.
 struct Sink {
     float* target;
     const float* grad;  // null: accumulate; else `target` is the residual
     float scale;        // the divisor, or the loss scale
+    Momentum sgd = {};
 
     void ask(size_t start, size_t n) const {
         prefetch(target + start, n);
         if (grad) prefetch(grad + start, n);
+        if (sgd.velocity) prefetch(sgd.velocity + start, n);
     }
 
     void store(size_t start, size_t n, const float* __restrict v) const {
         float* __restrict t = target + start;
         const float* __restrict g = grad + start;
         // 0 + v, as if v had been added to zeros first: the sign of a zero is the same then
-        if (!grad && scale == 1.0f) {
+        if (sgd.velocity) {
+            correct(start, n, v);
+        } else if (!grad && scale == 1.0f) {
             for (size_t i = 0; i < n; ++i) t[i] += v[i];
         } else if (!grad) {
             for (size_t i = 0; i < n; ++i) t[i] = (t[i] + v[i]) / scale;
@@ -110,17 +167,22 @@ struct Sink {
         }
     }
 
-    // What store() does to an element of which nothing was sent; nothing for an accumulator but the division.
-    void pass(size_t start, size_t n) const {
-        float* __restrict t = target + start;
-        const float* __restrict g = grad + start;
-        if (grad && scale == 1.0f) {
-            for (size_t i = 0; i < n; ++i) t[i] = g[i] + t[i];
-        } else if (grad) {
-            for (size_t i = 0; i < n; ++i) t[i] = (g[i] + t[i] * scale) / scale;
-        } else if (scale != 1.0f) {
-            for (size_t i = 0; i < n; ++i) t[i] = t[i] / scale;
-        }
+    __attribute__((noinline)) void correct(size_t start, size_t n, const float* v) const {
+        const size_t whole = n / LANES * LANES;
+        const Sink own = *this;
+        for (size_t i = 0; i < whole; i += LANES) own.settle<Floats>(start + i, v + i);
+        for (size_t i = whole; i < n; ++i) own.settle<float>(start + i, v + i);
+    }
+
+    template <class V>
+    void settle(size_t i, const float* v) const {
+        Momentum::Next<V> next = sgd.next<V>(grad, target, scale, i);
+        const V sent = V{} + get<V>(v, 0);
+        next.total = next.total - (scale == 1.0f ? sent : sent / scale);
+        next.velocity = sent > 0.0f ? V{} : next.velocity;
+        next.velocity = sent < 0.0f ? V{} : next.velocity;
+        std::memcpy(target + i, &next.total, sizeof(V));
+        std::memcpy(sgd.velocity + i, &next.velocity, sizeof(V));
     }
 };
 
