@@ -35,7 +35,8 @@ def test_more_hosts_compare_exchanges(lab: Any) -> None:
 
 def row(codec: str, seconds: float, mbit: int) -> dict[str, Any]:
     return {"where": "network", "mbit": mbit, "model": "40 MB", "codec": codec, "ranks": 2, "numbers": 10**7,
-            "tensors": 10, "exchange": "" if codec.startswith("dense") else "auto", "steps": 3, "first_step_only": False,
+            "tensors": 10, "exchange": "" if codec.startswith("dense") else "auto", "steps": 3,
+            "first_step_only": False,
             "seconds": seconds, "encode": 0.0, "wait": seconds, "decode": 0.0, "expected": 4e7, "counted_rx": 4.1e7}
 
 
