@@ -14,6 +14,7 @@ from hvd_gradcomp.codecs import matrix
 from hvd_gradcomp.codecs.base import Codec, Ctx, Received
 from hvd_gradcomp.codecs.chain import Chain
 from hvd_gradcomp.codecs.matrix import Product, Products
+from hvd_gradcomp.errors import PayloadError
 from hvd_gradcomp.memory.base import Memory, NoMemory
 from hvd_gradcomp.memory.dgc import MomentumCorrection
 from hvd_gradcomp.memory.error_feedback import ErrorFeedback
@@ -21,6 +22,7 @@ from hvd_gradcomp.native import Host, HostParts, Kernel, Sink, Source
 from hvd_gradcomp.ops.base import Array, Ops
 from hvd_gradcomp.ops.numpy import NumpyOps
 from hvd_gradcomp.payload import Layout, Packed, Parts
+from hvd_gradcomp.spec import TensorSpec
 
 _numpy = NumpyOps()
 
@@ -46,17 +48,25 @@ def encode(codec: Codec, memory: Memory, ctx: Ctx) -> Parts:
     kernel = own.kernel
     if kernel is None:
         return codec.encode(memory.load(), ctx)
-    size = payload.nbytes(own.layout)
+    ops = ctx.ops
 
-    def run(given: dict[str, Host]) -> list[Host]:
-        if own.blob is None or not ctx.ops.in_place:
-            own.blob = np.zeros(size, np.uint8)
-            own.parts = dict(payload.unpack(_numpy, own.blob, own.layout))
-        kernel.encode(_source(given, memory), own.parts, _host_ctx(ctx, given))
-        return [own.blob]
+    def run(memory: Memory, host: Ctx) -> Host:
+        if own.blob is None or not ops.in_place:
+            own.blob = np.zeros(own.size, np.uint8)
+            own.parts = own.unpack(own.blob)
+        kernel.encode(_source(memory), own.parts, host)
+        return own.blob
 
-    blob = ctx.ops.host(run, {**_loaded(memory), **_moment(codec, ctx)}, [(size, "uint8")])[0]
-    return Packed(ctx.ops, blob, own.layout)
+    if isinstance(ops, NumpyOps):  # there is nothing to translate
+        return Packed(ops, run(memory, ctx), own.layout)
+    blob = ops.host(lambda given: [run(_host_memory(memory, given), _host_ctx(ctx, given))],
+                    {**_loaded(memory), **_moment(codec, ctx)}, [(own.size, "uint8")])[0]
+    return Packed(ops, blob, own.layout)
+
+
+def has_kernel(codec: Codec, spec: TensorSpec) -> bool:
+    """Whether a kernel does the work of a codec, or of a chain's first, on a tensor in the host's memory."""
+    return native.find(codec.first if isinstance(codec, Chain) else codec, spec) is not None
 
 
 def layout(codec: Codec, ctx: Ctx) -> Layout:
@@ -111,7 +121,8 @@ def largest(memory: Memory, ctx: Ctx) -> Array:
     """float32 ``(1,)``: the largest magnitude of what ``memory`` loads."""
     ops = ctx.ops
     if native.available() and ops.on_host and ctx.spec.numel:
-        return ops.host(lambda given: [native.largest(_source(given, memory))], _loaded(memory), [(1, "float32")])[0]
+        return ops.host(lambda given: [native.largest(_source(_host_memory(memory, given)))], _loaded(memory),
+                        [(1, "float32")])[0]
     return ops.max_rows(ops.reshape(ops.abs(memory.load()), (1, ctx.spec.numel)))
 
 
@@ -128,17 +139,37 @@ def products(memory: Memory, ctx: Ctx) -> Products | None:
 class _Tensor:
     """What stays the same from step to step for a codec on a tensor; its payload is written over in each."""
 
+    codec: Codec  # whose id is the key, so it must not be another's
     kernel: Kernel[Any] | None
     layout: Layout
     blob: Host | None = None
     parts: HostParts = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.size, self._places = payload.nbytes(self.layout), payload.places(self.layout)
+
+    def unpack(self, blob: Host) -> HostParts:
+        """The parts of a buffer, which need not be this rank's."""
+        if blob is self.blob and self.parts:
+            return self.parts
+        if blob.dtype != np.uint8 or blob.shape != (self.size,):
+            raise PayloadError(f"expected {self.size} bytes, got {blob.shape} of {blob.dtype}")
+        parts = {name: blob[start:end].view(dtype) for name, start, end, dtype in self._places}
+        # Kernels want their arrays aligned, which a buffer in the middle of another may not be.
+        return parts if all(part.flags.aligned for part in parts.values()) else self.unpack(blob.copy())
+
+    def named(self, parts: Parts) -> HostParts:
+        """Parts that are numpy arrays already."""
+        return self.unpack(parts.blob) if isinstance(parts, Packed) else dict(parts)
+
 
 def _tensor(codec: Codec, ctx: Ctx) -> _Tensor:
-    known = ctx.buffers.get((codec, ctx.spec))
+    spec = ctx.spec
+    key = id(codec), spec.name, spec.shape
+    known = ctx.buffers.get(key)
     if known is None:
-        kernel = native.find(codec, ctx.spec) if ctx.ops.on_host else None
-        known = ctx.buffers[codec, ctx.spec] = _Tensor(kernel, codec.layout(ctx.spec))
+        kernel = native.find(codec, spec) if ctx.ops.on_host else None
+        known = ctx.buffers[key] = _Tensor(codec, kernel, codec.layout(spec))
     return known
 
 
@@ -156,18 +187,22 @@ def _settle(sent: Sent, memory: _Keeping, ok: Array) -> bool:
     if kernel is None:
         return False
 
-    def run(given: dict[str, Host]) -> None:
-        kernel.decode(_host_parts(given, "own", own.layout), _sink(given, memory), _host_ctx(ctx, given))
-
-    _update(run, memory, {**_named("own", parts), **_moment(codec, ctx)}, ok)
+    if isinstance(ctx.ops, NumpyOps):
+        if ok[0]:
+            kernel.decode(own.named(parts), _sink(memory), ctx)
+        return True
+    _update(lambda given, sink: kernel.decode(_host_parts(given, "own", own), sink, _host_ctx(ctx, given)), memory,
+            {**_named("own", parts), **_moment(codec, ctx)}, ok)
     return True
 
 
-def _update(run: Callable[[dict[str, Host]], None], memory: _Keeping, arrays: Mapping[str, Array], ok: Array) -> None:
-    """Let ``run`` write to the memory's state arrays through :func:`_sink`."""
+def _update(run: Callable[[dict[str, Host], Sink], None], memory: _Keeping, arrays: Mapping[str, Array],
+            ok: Array) -> None:
+    """Let ``run`` write to the memory's state arrays through a sink; it is given ``arrays`` as well."""
     loaded = _loaded(memory)
     targets = {name: loaded.pop(name) for name in _STATE if name in loaded}
-    memory.ops.host_update(run, targets, {**loaded, **arrays}, ok)
+    memory.ops.host_update(lambda given: run(given, _sink(_host_memory(memory, given))), targets,
+                           {**loaded, **arrays}, ok)
 
 
 def _has_products(ops: Ops, shape: tuple[int, int], numel: int) -> bool:
@@ -193,7 +228,7 @@ class _NativeProducts:
     def _run(self, product: Callable[[Source, tuple[int, int], Host, int], Host], factor: Array, rank: int,
              length: int) -> Array:
         def run(given: dict[str, Host]) -> list[Host]:
-            return [product(_source(given, self.memory), self.shape, given["factor"], rank)]
+            return [product(_source(_host_memory(self.memory, given)), self.shape, given["factor"], rank)]
 
         flat = self.ctx.ops.reshape(factor, (-1,))
         return self.ctx.ops.host(run, {**_loaded(self.memory), "factor": flat}, [(length, "float32")])[0]
@@ -206,8 +241,8 @@ def _settle_product(sent: Product, memory: _Keeping, ok: Array) -> bool:
         return False
     rank = int(sent.right.shape[0])
 
-    def run(given: dict[str, Host]) -> None:
-        native.product(_sink(given, memory), shape, given["left"], given["right"], rank)
+    def run(given: dict[str, Host], sink: Sink) -> None:
+        native.product(sink, shape, given["left"], given["right"], rank)
 
     _update(run, memory, {"left": ops.reshape(sent.left, (-1,)), "right": ops.reshape(sent.right, (-1,))}, ok)
     return True
@@ -217,7 +252,10 @@ def _into(acc: Array, run: Callable[[Host, list[tuple[HostParts, Ctx]]], None], 
           payloads: Sequence[tuple[Parts, Ctx]]) -> Array:
     """Let ``run`` add payloads to ``acc``."""
     ctx = payloads[0][1]
-    known = layout(codec, ctx)
+    known = _tensor(codec, ctx)
+    if isinstance(ctx.ops, NumpyOps):
+        run(acc, [(known.named(parts), each) for parts, each in payloads])
+        return acc
     arrays = {"acc": acc, **_moment(codec, ctx)}
     for i, (parts, _) in enumerate(payloads):
         arrays |= _named(str(i), parts)
@@ -236,7 +274,7 @@ _STATE = ("residual", "velocity")
 
 
 def _loaded(memory: Memory) -> dict[str, Array]:
-    """The arrays of :func:`_source` and :func:`_sink`."""
+    """The arrays of a memory, for :func:`_host_memory`."""
     if not isinstance(memory, _Keeping):
         return {"grad": memory.load()}
     ops = memory.ops
@@ -259,23 +297,45 @@ def _scalar(ops: Ops, value: Array | float) -> Array:
     return ops.reshape(ops.cast(value, "float32"), (1,))
 
 
-def _source(given: Mapping[str, Host], memory: Memory) -> Source:
-    return Source(given["grad"], given.get("residual"), _number(given, "scale"), _momentum(given, memory))
+def _host_memory(memory: Memory, given: Mapping[str, Host]) -> Memory:
+    """A memory of the numpy arrays that :func:`_loaded` became."""
+    scale = given.get("scale")
+    if isinstance(memory, ErrorFeedback):
+        return ErrorFeedback(_numpy, given["grad"], given["residual"], scale)
+    if isinstance(memory, MomentumCorrection):
+        sgd = replace(memory.sgd, momentum=given["momentum"], weight_decay=given.get("decay", 0.0),
+                      weights=given.get("weights"))
+        return MomentumCorrection(_numpy, given["grad"], sgd, given["velocity"], scale, given["residual"],
+                                  given.get("clip"))
+    return NoMemory(_numpy, given["grad"])
 
 
-def _sink(given: Mapping[str, Host], memory: Memory) -> Sink:
-    return Sink(given["residual"], given["grad"], _number(given, "scale"), _momentum(given, memory))
+def _source(memory: Memory) -> Source:
+    """What a memory of numpy arrays loads."""
+    if isinstance(memory, ErrorFeedback):
+        return Source(memory.grad, memory.residual, _number(memory.loss_scale))
+    if isinstance(memory, MomentumCorrection):
+        return Source(memory.grad, memory.residual, _number(memory.loss_scale), _momentum(memory))
+    return Source(memory.load(), None, 1.0)
 
 
-def _momentum(given: Mapping[str, Host], memory: Memory) -> Any:
-    if not isinstance(memory, MomentumCorrection):
-        return None
-    return native.momentum(given["velocity"], given.get("weights"), _number(given, "momentum"),
-                           _number(given, "decay"), _number(given, "clip"), memory.sgd.nesterov)
+def _sink(memory: Memory) -> Sink:
+    """Where a memory of numpy arrays is settled."""
+    if isinstance(memory, ErrorFeedback):
+        return Sink(memory.residual, memory.grad, _number(memory.loss_scale))
+    assert isinstance(memory, MomentumCorrection)
+    return Sink(memory.residual, memory.grad, _number(memory.loss_scale), _momentum(memory))
 
 
-def _number(given: Mapping[str, Host], name: str) -> float:
-    return float(given[name][0]) if name in given else 1.0
+def _momentum(memory: MomentumCorrection) -> Any:
+    sgd = memory.sgd
+    return native.momentum(memory.velocity, sgd.weights, _number(sgd.momentum), _number(sgd.weight_decay),
+                           _number(memory.clip), sgd.nesterov)
+
+
+def _number(value: Host | float | None) -> float:
+    """A scalar, 1 for None."""
+    return 1.0 if value is None else float(np.asarray(value, np.float32).reshape(1)[0])
 
 
 def _moment(codec: Codec, ctx: Ctx) -> dict[str, Array]:
@@ -295,8 +355,7 @@ def _named(name: str, parts: Parts) -> dict[str, Array]:
     return {name: parts.blob} if isinstance(parts, Packed) else {f"{name}/{part}": x for part, x in parts.items()}
 
 
-def _host_parts(given: Mapping[str, Host], name: str, layout: Layout) -> HostParts:
-    if name in given:  # kernels want their arrays aligned, which a buffer in the middle of another may not be
-        parts = payload.unpack(_numpy, given[name], layout)
-        return {part: x if x.flags.aligned else x.copy() for part, x in parts.items()}
-    return {part.name: given[f"{name}/{part.name}"] for part in layout}
+def _host_parts(given: Mapping[str, Host], name: str, own: _Tensor) -> HostParts:
+    if name in given:
+        return own.unpack(given[name])
+    return {part.name: given[f"{name}/{part.name}"] for part in own.layout}

@@ -54,7 +54,7 @@ class Packed(Mapping[str, Array]):
     def __getitem__(self, name: str) -> Array:
         if self._parts is None:
             self._parts = {name: self.ops.bitcast(self.blob[start:end], dtype)
-                           for name, start, end, dtype in _places(self.layout)}
+                           for name, start, end, dtype in places(self.layout)}
         return self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -98,7 +98,7 @@ def check(ops: Ops, parts: Parts, layout: Layout) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _places(layout: Layout) -> list[tuple[str, int, int, str]]:
+def places(layout: Layout) -> list[tuple[str, int, int, str]]:
     """``(name, first byte, end, dtype)`` of each part, in the order on the wire."""
     places, start = [], 0
     for part in _wire_order(layout):

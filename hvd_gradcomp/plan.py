@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from hvd_gradcomp.codecs.base import Codec
@@ -184,7 +185,7 @@ class Plan:
                  for name, slot in self.slots.items()}
         return replace(self, slots=slots, ranks=ranks)
 
-    @property
+    @cached_property
     def compresses(self) -> bool:
         """Whether any tensor is compressed."""
         return any(slot.codec is not None for slot in self.slots.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
+from copy import copy
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -50,6 +51,14 @@ class Ctx:
     """Of what :meth:`Codec.rounds` is to reduce, where they can be had without loading it."""
     buffers: dict[Any, Any] = field(default_factory=dict)
     """Payloads that are written anew in each step, by whom they belong to: the tensor's own, if it has any."""
+
+    def of(self, rank: int) -> Ctx:
+        """The same on another rank, for decoding what that one sent."""
+        if rank == self.rank:
+            return self
+        other = copy(self)
+        object.__setattr__(other, "rank", rank)
+        return other
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import replace
 
 from hvd_gradcomp import coding, payload
 from hvd_gradcomp.codecs.base import Codec, Ctx
@@ -38,7 +37,7 @@ class Gather(Exchange):
         everyone = (yield Send({_PART: own}, "gather"))[_PART]
 
         def mean(acc: Array) -> Array:
-            return coding.mean(codec, [(payload.unpack(ops, everyone[rank], layout), replace(ctx, rank=rank))
+            return coding.mean(codec, [(payload.unpack(ops, everyone[rank], layout), ctx.of(rank))
                                        for rank in range(ctx.ranks)], acc)
 
         def state() -> dict[str, Array]:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from hvd_gradcomp.errors import PayloadError
-from hvd_gradcomp.ops.base import ROWS, Array, Ops
+from hvd_gradcomp.ops.base import ITEMSIZE, ROWS, Array, Ops
 
+_NAMES = {np.dtype(name): name for name in ITEMSIZE}  # numpy makes the name anew each time
 _CHUNK = 1 << 16  # elements of a product that stay in the cache
 
 
@@ -56,7 +57,7 @@ class NumpyOps(Ops):
         return np.repeat(x, n)
 
     def dtype(self, x: Array) -> str:
-        return x.dtype.name
+        return _NAMES.get(x.dtype) or x.dtype.name
 
     def abs(self, x: Array) -> Array:
         return np.abs(x)

@@ -121,11 +121,13 @@ class TorchOps(Ops):
     def append_columns(self, x: Array, n: int) -> Array:
         return torch.nn.functional.pad(x, (0, n))
 
-    def largest(self, x: torch.Tensor) -> torch.Tensor:
-        """``(1,)``: the largest magnitude of a tensor of any real dtype; NaN or infinite unless all are finite."""
+    def largest(self, x: torch.Tensor) -> float | torch.Tensor:
+        """The largest magnitude of a tensor of any real dtype, as a number or ``(1,)``; NaN or infinite unless all
+        elements are finite."""
+        x = x.detach()
         kernel, _ = kernels.load()
-        if kernel is not None and self.on_host and x.dtype == torch.float32 and x.is_contiguous():
-            return torch.tensor([kernel.largest(x.numpy(), None, 1.0, None)])
+        if kernel is not None and x.is_cpu and x.dtype == torch.float32 and x.is_contiguous():
+            return float(kernel.largest(x.numpy(), None, 1.0, None))
         return torch.linalg.vector_norm(x, float("inf")).reshape(1)
 
     def all_finite(self, x: Array) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import weakref
 from collections import Counter, deque
@@ -25,6 +26,7 @@ from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.plan import LARGE, Exchanges, Plan, Slot
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
 from hvd_gradcomp.spec import TensorSpec
+from hvd_gradcomp.torch import host
 
 LossScale = Any
 """A number, a one-element tensor, a callable, or a GradScaler."""
@@ -40,7 +42,8 @@ class _Bound:
         self.stage = 0
         self.grad: torch.Tensor | None = None  # given to compress in this step
         self.version = 0  # of grad, when it was compressed
-        self.probe: torch.Tensor | None = None  # some of its elements then
+        self.probe: bytes | torch.Tensor | None = None  # some of its elements then
+        self.storage = 0  # of grad
         self.exchange: OpenExchange | None = None
         self.bucket: tuple[Bucket, int] | None = None  # and its place there
         self.mean: torch.Tensor | None = None
@@ -48,8 +51,13 @@ class _Bound:
     def is_changed(self) -> bool:
         """Whether somebody wrote to the gradient since it was compressed."""
         assert self.grad is not None
-        return self.grad._version != self.version or (
-            self.probe is not None and not torch.equal(self.probe, _sample(self.grad)))
+        if self.grad._version != self.version:
+            return True
+        if self.probe is None:
+            return False
+        now = _sample(self.grad)
+        return now != self.probe if isinstance(now, bytes) or isinstance(self.probe, bytes) else not torch.equal(
+            now, self.probe)
 
 
 class Compression:
@@ -135,7 +143,8 @@ class Compression:
         self._running: deque[OpenExchange] = deque()  # of them, those with rounds to go
         self._expected = 0
         self._sharers: Counter[int] = Counter()  # gradients of this step in one storage
-        self._magnitudes: list[torch.Tensor] = []
+        self._magnitudes: list[float | torch.Tensor] = []
+        self._step_scale: Any = None  # the loss scale of this step
         self._flag: int | None = None
         self._verdict: torch.Tensor | None = None
         reference = weakref.ref(self)  # the watch must not keep the residuals alive
@@ -195,8 +204,8 @@ class Compression:
             self._token_checked = True
         mean, b.mean = b.mean, None
         assert mean is not None
-        if tensor.device.type == "cpu":
-            factor = token.factor(float(tensor[0]))
+        if tensor.is_cpu:
+            factor = token.factor(tensor.tolist()[0])
             return mean if factor == 1.0 else mean.mul_(factor)
         rounded = torch.round(tensor[0])  # the same snap without waiting for the device
         close = (tensor[0] - rounded).abs() <= 1e-6 * tensor[0].abs().clamp(min=1.0)
@@ -207,6 +216,7 @@ class Compression:
     def _begin(self) -> None:
         self._expected = sum(b.param.requires_grad for b in self._bound.values())
         self._verdict = None
+        self._step_scale = self._scale()
         self._running.clear()
         members = Counter(b.bucket[0] for b in self._bound.values() if b.bucket and b.param.requires_grad)
         for bucket in self._buckets:
@@ -222,33 +232,40 @@ class Compression:
     def _compressed(self, b: _Bound, tensor: torch.Tensor) -> torch.Tensor:
         # GradScaler unscales without counting up the version. Looking at values would make a device wait, unless a
         # scaler does so anyhow.
-        looks = tensor.device.type == "cpu" or hasattr(self.loss_scale, "get_scale")
+        looks = tensor.is_cpu or hasattr(self.loss_scale, "get_scale")
         b.probe = _sample(tensor) if looks else None
         if b.slot.cuts:  # its turn comes when the step's verdict is known, so that no payload has to be kept until then
             b.version = tensor._version
-            self._watch(b, tensor)
+            self._watch(b, tensor.detach())
+            hvd_torch.poll(self._running)
         else:
             flow = self._flow(b, tensor, len(self._ranks), self.process_set.rank())
-            b.exchange = OpenExchange(f"{self._name}.{b.slot.spec.name}.{b.stage}", flow, self._sets, b.bucket)
-            self._running.append(b.exchange)
-        hvd_torch.poll(self._running)
+            with host.quiet():
+                b.exchange = OpenExchange(f"{self._name}.{b.slot.spec.name}.{b.stage}", flow, self._sets, b.bucket)
+                self._running.append(b.exchange)
+                hvd_torch.poll(self._running)
         assert self._token is not None
-        return self._token.to(tensor.device, copy=True)
+        return self._token.clone() if tensor.is_cpu else self._token.to(tensor.device, copy=True)
 
     def _flow(self, b: _Bound, tensor: torch.Tensor, ranks: int, rank: int) -> Flow:
         """The way of a gradient, not begun yet."""
         slot = b.slot
-        self._allocate(b, tensor.device)
-        b.version = tensor._version
+        if not slot.complete or b.ops.device != tensor.device:
+            self._allocate(b, tensor.device)
+        b.version, b.storage = tensor._version, _storage(tensor)
         # By logical index, so that ranks with different memory layouts mean the same elements; no
         # copy for a contiguous float32 gradient.
         x = _flat(tensor)
         self._watch(b, x)
         self._find_stage(b)
+        sgd = self.sgd(b.param) if self.sgd else None
+        if x.is_cpu and host.fits(slot, b.stage):
+            return host.flow(x, slot, self.plan, ranks, rank, stage=b.stage, loss_scale=self._step_scale, sgd=sgd,
+                             output=lambda: self._output(b, x))
         ctx = Ctx(b.ops, slot.spec, ranks, rank, self.plan.seed, state=slot.state,
                   error_feedback=self.plan.error_feedback, buffers=slot.buffers)
-        return reduce_gradient(x, slot, ctx, stage=b.stage, loss_scale=self._scale(),
-                               sgd=self.sgd(b.param) if self.sgd else None, output=lambda: self._output(b, x))
+        return reduce_gradient(x, slot, ctx, stage=b.stage, loss_scale=self._step_scale, sgd=sgd,
+                               output=lambda: self._output(b, x))
 
     @staticmethod
     def _find_stage(b: _Bound) -> None:
@@ -276,7 +293,7 @@ class Compression:
                 # Names come again, except that of the last piece, whose size may be another one.
                 number = "last" if end == slot.spec.numel else i % (hvd_torch.WINDOW + 1)
                 yield (f"{self._name}.{slot.spec.name}.{b.stage}.{number}",
-                       reduce_gradient(x[begin:end], piece, ctx, stage=b.stage, loss_scale=self._scale(),
+                       reduce_gradient(x[begin:end], piece, ctx, stage=b.stage, loss_scale=self._step_scale,
                                        output=zeros(begin, end)))
 
         means = hvd_torch.in_turn(flows(), self._sets, self._verdict.to(b.ops.device))
@@ -288,7 +305,7 @@ class Compression:
     def _watch(self, b: _Bound, x: torch.Tensor) -> None:
         """Note a gradient for the step flag: its largest magnitude is finite exactly if all of it is."""
         if self.plan.compresses and x.numel():
-            self._magnitudes.append(b.ops.largest(x.detach()))
+            self._magnitudes.append(b.ops.largest(x))
 
     def _start_flag(self) -> None:
         """One verdict for the whole step: is everything finite on every rank?"""
@@ -297,12 +314,16 @@ class Compression:
 
     def _finite(self) -> torch.Tensor:
         """Whether everything that was watched in this step is finite, float32 ``(1,)``."""
-        device = self._magnitudes[0].device if self._magnitudes else torch.device("cpu")
+        numbers = all(math.isfinite(m) for m in self._magnitudes if isinstance(m, float))
+        tensors = [m for m in self._magnitudes if isinstance(m, torch.Tensor)]
+        self._magnitudes = []
+        if not tensors:
+            return torch.tensor([float(numbers)])
+        device = tensors[0].device
         # Finite in their own dtype: what float64 holds may be infinite in float32.
         finite = [m if m.dtype == torch.float32 and m.device == device else
-                  torch.where(torch.isfinite(m), 0.0, float("inf")).to(device, torch.float32) for m in self._magnitudes]
-        self._magnitudes = []
-        return torch.isfinite(torch.cat(finite)).all().reshape(1).float() if finite else torch.ones(1)
+                  torch.where(torch.isfinite(m), 0.0, float("inf")).to(device, torch.float32) for m in tensors]
+        return torch.isfinite(torch.cat(finite)).all().reshape(1).float() * float(numbers)
 
     def _finish(self) -> None:
         """Finish all exchanges of the step, once: wait for the rounds and the verdict, settle, decode."""
@@ -317,14 +338,18 @@ class Compression:
             if self._flag is None:
                 self._watch_sparse()
                 self._start_flag()
-            hvd_torch.finish([b.exchange for b in self._open if b.exchange is not None], self._buckets)
+            with host.quiet():
+                hvd_torch.finish([b.exchange for b in self._open if b.exchange is not None], self._buckets)
             self._verdict, self._flag = hvd.synchronize(self._flag), None
         self._refuse_changed()
-        self._sharers = Counter(_storage(b.grad) for b in self._open if b.grad is not None)
-        for b in self._open:
-            if b.exchange is not None:
-                mean = b.exchange.commit(self._verdict.to(b.ops.device))
-                b.mean = self._into_gradient(b, mean)
+        self._sharers = Counter(_storage(b.grad) if b.exchange is None else b.storage for b in self._open
+                                if b.grad is not None)
+        with host.quiet():
+            for b in self._open:
+                if b.exchange is not None:
+                    assert b.grad is not None
+                    mean = b.exchange.commit(self._verdict if b.grad.is_cpu else self._verdict.to(b.ops.device))
+                    b.mean = self._into_gradient(b, mean)
         for b in self._bound.values():  # in an order that all ranks have in common
             if b.grad is not None and b.slot.cuts:
                 self._in_pieces(b)
@@ -360,7 +385,7 @@ class Compression:
         ``param.grad`` what one step's ``compress`` and ``decompress`` over a single rank would give."""
         self._called, self.new_gradients = True, False
         bound = [b for b in self._bound.values() if b.param.grad is not None]
-        self._magnitudes = []
+        self._magnitudes, self._step_scale = [], self._scale()
         flows = []
         for b in bound:
             if sparse_as_dense and _is_sparse(b.param):
@@ -373,18 +398,19 @@ class Compression:
                 self._watch(b, b.grad._values() if b.grad.is_sparse else b.grad)
         verdict = self._finite()
         self._sharers = Counter(_storage(b.grad) for b, _ in flows if b.grad is not None)
-        for b, flow in flows:
-            b.param.grad = self._into_gradient(b, local.alone(b.ops, flow, verdict.to(b.ops.device)))
-            b.steps[b.stage] += 1
+        with host.quiet():
+            for b, flow in flows:
+                b.param.grad = self._into_gradient(b, local.alone(b.ops, flow, verdict.to(b.ops.device)))
+                b.steps[b.stage] += 1
         for b in bound:
             b.grad = None
 
     def _into_gradient(self, b: _Bound, mean: torch.Tensor) -> torch.Tensor:
         grad = b.grad
         assert grad is not None
-        if mean.data_ptr() == grad.data_ptr():
-            return grad.detach()
         out = grad.detach()
+        if mean.data_ptr() == grad.data_ptr():
+            return out
         if self._sharers[_storage(grad)] > 1 or _overlaps_itself(grad):
             out = torch.empty_like(b.param, memory_format=torch.preserve_format).detach()
         return out.copy_(mean.view(grad.shape))  # keeps strides and dtype
@@ -592,6 +618,7 @@ class Compression:
         if b.ops.device != device:
             b.ops = TorchOps(device)
             b.slot.state = {key: array.to(device) for key, array in b.slot.state.items()}
+            b.slot.buffers.clear()
         self.plan.allocate(b.slot, lambda name, length, dtype: b.ops.zeros((length,), dtype))
 
 
@@ -612,6 +639,8 @@ def _named(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[t
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """float32 ``[numel]`` by logical index, the tensor's own storage where that is possible."""
+    if tensor.dtype == torch.float32 and tensor.is_contiguous():
+        return tensor.detach().view(-1)
     return tensor.detach().reshape(-1).contiguous().float()
 
 
@@ -619,8 +648,11 @@ def _is_sparse(param: torch.Tensor) -> bool:
     return param.grad is not None and param.grad.is_sparse
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of up to 8 elements along each dimension."""
+def _sample(tensor: torch.Tensor) -> bytes | torch.Tensor:
+    """The bytes of some elements: about 64 of them, or up to 8 along each dimension."""
+    if tensor.is_cpu and tensor.dtype == torch.float32 and tensor.is_contiguous():
+        flat = tensor.detach().numpy().reshape(-1)
+        return flat[:: flat.size // 64 | 1].tobytes()  # an odd stride visits all columns
     some = tensor.detach()[tuple(slice(None, None, max(1, -(-size // 8))) for size in tensor.shape)]
     return some.reshape(-1).clone().view(torch.uint8)
 

@@ -96,8 +96,8 @@ inline std::vector<Entry> candidates(const Source& source, size_t first, size_t 
 
 // A key that somewhat more than k of the tensor's reach: from a random sample, one of each stretch.
 inline int32_t estimate(const Source& source, size_t n, size_t k) {
-    const size_t size = std::max<size_t>(4096, n / 1024);
-    if (size * 4 > n) return 0;
+    const size_t size = std::max(std::min<size_t>(4096, n / 8), n / 1024);
+    if (size < 64) return 0;
     const double expected = static_cast<double>(k) * static_cast<double>(size) / static_cast<double>(n);
     double spread = 1.0;
     while (spread * spread < expected) spread *= 1.1;  // about the square root
