@@ -41,7 +41,7 @@ class Sent:
 
 def encode(codec: Codec, memory: Memory, ctx: Ctx) -> Parts:
     """The payload of what ``memory`` loads; nothing is written but the payload."""
-    if isinstance(codec, Chain):
+    if type(codec) is Chain:
         return codec.code(encode(codec.first, memory, ctx), ctx,
                           lambda rest, values, inner: encode(rest, NoMemory(ctx.ops, values), inner))
     own = _tensor(codec, ctx)
@@ -66,7 +66,7 @@ def encode(codec: Codec, memory: Memory, ctx: Ctx) -> Parts:
 
 def has_kernel(codec: Codec, spec: TensorSpec) -> bool:
     """Whether a kernel does the work of a codec, or of a chain's first, on a tensor in the host's memory."""
-    return native.find(codec.first if isinstance(codec, Chain) else codec, spec) is not None
+    return native.find(codec.first if type(codec) is Chain else codec, spec) is not None
 
 
 def layout(codec: Codec, ctx: Ctx) -> Layout:
@@ -76,7 +76,7 @@ def layout(codec: Codec, ctx: Ctx) -> Layout:
 
 def decode(codec: Codec, parts: Parts, acc: Array, ctx: Ctx) -> Array:
     """``acc + decoded values``; ``acc`` is used up. Raises PayloadError for parts that cannot be."""
-    if isinstance(codec, Chain):
+    if type(codec) is Chain:
         return decode(codec.first, codec.uncode(parts, ctx, decode), acc, ctx)
     kernel = _tensor(codec, ctx).kernel
     if kernel is None:
@@ -95,7 +95,7 @@ def mean(codec: Codec, payloads: Sequence[tuple[Parts, Ctx]], acc: Array) -> Arr
         payloads: each rank's payload with the ctx that it is decoded with, or the one that was summed in flight.
     """
     ctx = payloads[0][1]
-    if isinstance(codec, Chain):
+    if type(codec) is Chain:
         return mean(codec.first, [(codec.uncode(parts, each, decode), each) for parts, each in payloads], acc)
     kernel = _tensor(codec, ctx).kernel
     if kernel is None:
@@ -155,12 +155,12 @@ class _Tensor:
         if blob.dtype != np.uint8 or blob.shape != (self.size,):
             raise PayloadError(f"expected {self.size} bytes, got {blob.shape} of {blob.dtype}")
         parts = {name: blob[start:end].view(dtype) for name, start, end, dtype in self._places}
-        # Kernels want their arrays aligned, which a buffer in the middle of another may not be.
-        return parts if all(part.flags.aligned for part in parts.values()) else self.unpack(blob.copy())
+        # Kernels want their arrays aligned, as all are if the first is; a buffer in the middle of another may not be.
+        return parts if parts[self._places[0][0]].flags.aligned else self.unpack(blob.copy())
 
     def named(self, parts: Parts) -> HostParts:
         """Parts that are numpy arrays already."""
-        return self.unpack(parts.blob) if isinstance(parts, Packed) else dict(parts)
+        return self.unpack(parts.blob) if type(parts) is Packed else dict(parts)
 
 
 def _tensor(codec: Codec, ctx: Ctx) -> _Tensor:
@@ -180,7 +180,7 @@ _Keeping = ErrorFeedback | MomentumCorrection
 def _settle(sent: Sent, memory: _Keeping, ok: Array) -> bool:
     """Whether a kernel did it."""
     codec, parts, ctx = sent.codec, sent.parts, sent.ctx
-    if isinstance(codec, Chain):
+    if type(codec) is Chain:
         return _settle(Sent(codec.first, codec.uncode(parts, ctx, decode), ctx), memory, ok)
     own = _tensor(codec, ctx)
     kernel = own.kernel
@@ -352,7 +352,7 @@ def _host_ctx(ctx: Ctx, given: Mapping[str, Host]) -> Ctx:
 
 
 def _named(name: str, parts: Parts) -> dict[str, Array]:
-    return {name: parts.blob} if isinstance(parts, Packed) else {f"{name}/{part}": x for part, x in parts.items()}
+    return {name: parts.blob} if type(parts) is Packed else {f"{name}/{part}": x for part, x in parts.items()}
 
 
 def _host_parts(given: Mapping[str, Host], name: str, own: _Tensor) -> HostParts:

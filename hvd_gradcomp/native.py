@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -64,8 +64,10 @@ class Kernel(ABC, Generic[C]):
 
     module: Any
     codec: C
+    n: int
+    """Elements of the tensor."""
 
-    def fits(self, spec: TensorSpec) -> bool:
+    def fits(self) -> bool:
         """Whether the kernels know the codec's settings on this tensor."""
         return True
 
@@ -103,12 +105,13 @@ class _Blocked(_Tiled[C]):
 
     sums = True
 
-    def fits(self, spec: TensorSpec) -> bool:
-        block = self._block(spec)
-        return (block % 8 == 0 or block >= spec.numel) and (not self.sums or block <= self.module.TILE)
+    def fits(self) -> bool:
+        return (self.block % 8 == 0 or self.block >= self.n) and (not self.sums or self.block <= self.module.TILE)
 
-    def _block(self, spec: TensorSpec) -> int:
-        return getattr(self.codec, "block", None) or spec.numel
+    @cached_property
+    def block(self) -> int:
+        """Elements of a block."""
+        return getattr(self.codec, "block", None) or self.n
 
 
 def _keys(ctx: Ctx, rank: int | None = None) -> tuple[int, int]:
@@ -121,7 +124,7 @@ class _Uniform(_Blocked[Uniform]):
 
     def bound(self, parts: HostParts, ctx: Ctx) -> Any:
         stochastic = self.codec.stochastic
-        return self.module.Uniform(ctx.spec.numel, self._block(ctx.spec), parts["step"], parts.get("low"),
+        return self.module.Uniform(self.n, self.block, parts["step"], parts.get("low"),
                                    parts["codes"], self.codec.bits, stochastic, *(_keys(ctx) if stochastic else (0, 0)))
 
 
@@ -129,7 +132,7 @@ class _Log(_Blocked[Log]):
     sums = False
 
     def bound(self, parts: HostParts, ctx: Ctx) -> Any:
-        return self.module.Log(ctx.spec.numel, self._block(ctx.spec), parts["scale"], parts["codes"], self.codec.bits,
+        return self.module.Log(self.n, self.block, parts["scale"], parts["codes"], self.codec.bits,
                                *_log_tables(self.codec.bits, self.codec.delta))
 
 
@@ -155,42 +158,42 @@ def _log_tables(bits: int, delta: float) -> tuple[Any, ...]:
 
 class _Sign(_Blocked[Sign]):
     def bound(self, parts: HostParts, ctx: Ctx) -> Any:
-        return self.module.Sign(ctx.spec.numel, self._block(ctx.spec), parts["scale"], parts["signs"])
+        return self.module.Sign(self.n, self.block, parts["scale"], parts["signs"])
 
 
 class _Ternary(_Blocked[Ternary]):
     def bound(self, parts: HostParts, ctx: Ctx) -> Any:
-        return self.module.Ternary(ctx.spec.numel, self._block(ctx.spec), parts["scale"], parts["digits"],
+        return self.module.Ternary(self.n, self.block, parts["scale"], parts["digits"],
                                    ctx.error_feedback, *_keys(ctx))
 
 
 class _Qsgd(_Blocked[Qsgd]):
     def bound(self, parts: HostParts, ctx: Ctx) -> Any:
-        return self.module.Qsgd(ctx.spec.numel, self._block(ctx.spec), parts["step"], parts["codes"],
+        return self.module.Qsgd(self.n, self.block, parts["step"], parts["codes"],
                                 self.codec.levels, ctx.error_feedback, *_keys(ctx))
 
 
 class _Natural(_Tiled[Natural]):
     def bound(self, parts: HostParts, ctx: Ctx) -> Any:
-        return self.module.Natural(ctx.spec.numel, parts["codes"], parts["base"], *_keys(ctx))
+        return self.module.Natural(self.n, parts["codes"], parts["base"], *_keys(ctx))
 
 
 class _Bf16(_Tiled[Bf16]):
     def bound(self, parts: HostParts, ctx: Ctx) -> Any:
-        return self.module.Bf16(ctx.spec.numel, parts["values"])
+        return self.module.Bf16(self.n, parts["values"])
 
 
 class _Fp16(_Tiled[Fp16]):
     def bound(self, parts: HostParts, ctx: Ctx) -> Any:
-        return self.module.Fp16(ctx.spec.numel, parts["values"].view(np.uint16), float(self.codec.scale(ctx)[0]),
+        return self.module.Fp16(self.n, parts["values"].view(np.uint16), float(self.codec.scale(ctx)[0]),
                                 self.codec.limit(ctx))
 
 
 class _Sparse(Kernel[C]):
     """Values at indices."""
 
-    def fits(self, spec: TensorSpec) -> bool:
-        return spec.numel <= _LONGEST
+    def fits(self) -> bool:
+        return self.n <= _LONGEST
 
     @abstractmethod
     def indices(self, parts: HostParts, ctx: Ctx) -> Host:
@@ -219,8 +222,8 @@ class _Sparse(Kernel[C]):
 
 
 class _TopK(_Sparse[TopK]):
-    def fits(self, spec: TensorSpec) -> bool:
-        return self.codec.threshold == "exact" and super().fits(spec)
+    def fits(self) -> bool:
+        return self.codec.threshold == "exact" and super().fits()
 
     def encode(self, source: Source, parts: HostParts, ctx: Ctx) -> None:
         plain = self.codec.index == "plain"
@@ -228,13 +231,13 @@ class _TopK(_Sparse[TopK]):
         self.module.select(*source, chosen, kernels.threads())
         self.module.gather(*source, chosen, parts["values"])
         if not plain:
-            self.module.encode_indices(chosen, ctx.spec.numel, parts["index_high"], parts.get("index_low"))
+            self.module.encode_indices(chosen, self.n, parts["index_high"], parts.get("index_low"))
 
     def indices(self, parts: HostParts, ctx: Ctx) -> Host:
         if self.codec.index == "plain":
             return parts["indices"]
         try:
-            return self.module.decode_indices(parts["index_high"], parts.get("index_low"), ctx.spec.numel,
+            return self.module.decode_indices(parts["index_high"], parts.get("index_low"), self.n,
                                               parts["values"].size)
         except IndexError as error:
             raise PayloadError(str(error)) from None
@@ -245,14 +248,14 @@ class _RandomK(_Sparse[RandomK]):
         self.module.gather(*source, self.indices(parts, ctx), parts["values"])
 
     def indices(self, parts: HostParts, ctx: Ctx) -> Host:
-        n = ctx.spec.numel
-        return self.module.sample(n, kept(self.codec.ratio, n), *_keys(ctx, rng.SHARED if self.codec.shared else None))
+        rank = rng.SHARED if self.codec.shared else None
+        return self.module.sample(self.n, kept(self.codec.ratio, self.n), *_keys(ctx, rank))
 
     def by(self, ctx: Ctx) -> float:
-        return 1.0 if ctx.error_feedback else ctx.spec.numel / kept(self.codec.ratio, ctx.spec.numel)
+        return 1.0 if ctx.error_feedback else self.n / kept(self.codec.ratio, self.n)
 
 
-_KERNELS: dict[type[Codec], Callable[[Any, Any], Kernel[Any]]] = {
+_KERNELS: dict[type[Codec], Callable[[Any, Any, int], Kernel[Any]]] = {
     Uniform: _Uniform, Log: _Log, Sign: _Sign, Ternary: _Ternary, Qsgd: _Qsgd, Natural: _Natural, Bf16: _Bf16,
     Fp16: _Fp16, TopK: _TopK, RandomK: _RandomK}
 
@@ -268,8 +271,8 @@ def find(codec: Codec, spec: TensorSpec) -> Kernel[Any] | None:
     module, _ = kernels.load()
     if module is None or type(codec) not in _KERNELS or spec.numel == 0:
         return None
-    kernel = _KERNELS[type(codec)](module, codec)
-    return kernel if kernel.fits(spec) else None
+    kernel = _KERNELS[type(codec)](module, codec, spec.numel)
+    return kernel if kernel.fits() else None
 
 
 def momentum(velocity: Host, weights: Host | None, factor: float, decay: float, clip: float, nesterov: bool) -> Any:

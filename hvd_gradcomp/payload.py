@@ -66,7 +66,7 @@ class Packed(Mapping[str, Array]):
 
 def pack(ops: Ops, parts: Parts, layout: Layout) -> Array:
     """All parts in one uint8 vector of ``nbytes(layout)``."""
-    if isinstance(parts, Packed) and parts.layout == layout:
+    if type(parts) is Packed and parts.layout == layout:
         return parts.blob
     check(ops, parts, layout)
     pieces = [ops.bitcast(parts[part.name], "uint8") for part in _wire_order(layout) if part.length]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from copy import copy
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -56,8 +55,8 @@ class Ctx:
         """The same on another rank, for decoding what that one sent."""
         if rank == self.rank:
             return self
-        other = copy(self)
-        object.__setattr__(other, "rank", rank)
+        other = object.__new__(Ctx)
+        other.__dict__.update(self.__dict__, rank=rank)
         return other
 
 

@@ -124,7 +124,6 @@ class TorchOps(Ops):
     def largest(self, x: torch.Tensor) -> float | torch.Tensor:
         """The largest magnitude of a tensor of any real dtype, as a number or ``(1,)``; NaN or infinite unless all
         elements are finite."""
-        x = x.detach()
         kernel, _ = kernels.load()
         if kernel is not None and x.is_cpu and x.dtype == torch.float32 and x.is_contiguous():
             return float(kernel.largest(x.numpy(), None, 1.0, None))

@@ -224,7 +224,7 @@ class Compression:
 
     def _dense(self, b: _Bound, tensor: torch.Tensor) -> torch.Tensor:
         """Leave a gradient to Horovod, in a dtype that it can carry."""
-        self._watch(b, tensor)
+        self._watch(b, tensor.detach())
         if tensor.is_complex():
             return torch.view_as_real(tensor).contiguous()
         return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
@@ -303,7 +303,7 @@ class Compression:
         b.mean = self._into_gradient(b, out)
 
     def _watch(self, b: _Bound, x: torch.Tensor) -> None:
-        """Note a gradient for the step flag: its largest magnitude is finite exactly if all of it is."""
+        """Note a gradient, detached, for the step flag: its largest magnitude is finite exactly if all of it is."""
         if self.plan.compresses and x.numel():
             self._magnitudes.append(b.ops.largest(x))
 
@@ -395,7 +395,7 @@ class Compression:
             if b.slot.codec is not None and not b.grad.is_sparse:
                 flows.append((b, self._flow(b, b.grad, 1, 0)))
             else:
-                self._watch(b, b.grad._values() if b.grad.is_sparse else b.grad)
+                self._watch(b, (b.grad._values() if b.grad.is_sparse else b.grad).detach())
         verdict = self._finite()
         self._sharers = Counter(_storage(b.grad) for b, _ in flows if b.grad is not None)
         with host.quiet():
@@ -448,7 +448,7 @@ class Compression:
         for b in self._bound.values():
             if b.grad is None and _is_sparse(b.param):
                 assert b.param.grad is not None
-                self._watch(b, b.param.grad._values())
+                self._watch(b, b.param.grad._values().detach())
 
     # -- before the first exchange --------------------------------------------------------------
 
