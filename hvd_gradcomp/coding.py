@@ -57,7 +57,7 @@ def encode(codec: Codec, memory: Memory, ctx: Ctx) -> Parts:
         kernel.encode(_source(memory), own.parts, host)
         return own.blob
 
-    if isinstance(ops, NumpyOps):  # there is nothing to translate
+    if type(ops) is NumpyOps:  # there is nothing to translate
         return Packed(ops, run(memory, ctx), own.layout)
     blob = ops.host(lambda given: [run(_host_memory(memory, given), _host_ctx(ctx, given))],
                     {**_loaded(memory), **_moment(codec, ctx)}, [(own.size, "uint8")])[0]
@@ -187,7 +187,7 @@ def _settle(sent: Sent, memory: _Keeping, ok: Array) -> bool:
     if kernel is None:
         return False
 
-    if isinstance(ctx.ops, NumpyOps):
+    if type(ctx.ops) is NumpyOps:
         if ok[0]:
             kernel.decode(own.named(parts), _sink(memory), ctx)
         return True
@@ -253,7 +253,7 @@ def _into(acc: Array, run: Callable[[Host, list[tuple[HostParts, Ctx]]], None], 
     """Let ``run`` add payloads to ``acc``."""
     ctx = payloads[0][1]
     known = _tensor(codec, ctx)
-    if isinstance(ctx.ops, NumpyOps):
+    if type(ctx.ops) is NumpyOps:
         run(acc, [(known.named(parts), each) for parts, each in payloads])
         return acc
     arrays = {"acc": acc, **_moment(codec, ctx)}
