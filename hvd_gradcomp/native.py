@@ -138,22 +138,16 @@ class _Log(_Blocked[Log]):
 
 @lru_cache(maxsize=16)
 def _log_tables(bits: int, delta: float) -> tuple[Any, ...]:
-    """``(middles, values, starts, shift, compares, lowest)``: where a search among the middles between levels
-    begins, by the leading bits of what is looked for, and how many of them it compares with."""
-    middles = np.array([(low + high) / 2 for low, high in pairwise(log.levels(bits, delta))], np.float32)
-    leading = middles.view(np.int32)
+    """``(values, steps, shift, lowest)``, see ``scalar.h``."""
+    middles = np.array([(low + high) / 2 for low, high in pairwise(log.levels(bits, delta))], np.float32).view(np.int32)
     shift = 23
-    while True:  # as few leading bits as leave at most two middles together, but no table of over 32,768
-        keys = leading >> shift
-        most = int(np.unique(keys, return_counts=True)[1].max())
-        if most <= 2 or (0x3F800000 >> (shift - 1)) - (int(leading[0]) >> (shift - 1)) > 1 << 15:
-            break
+    while np.unique(middles >> shift).size < middles.size:  # a key of its own for each
         shift -= 1
-    lowest = int(keys[0]) - 1  # what is smaller than all middles
-    starts = np.searchsorted(keys, np.arange(lowest, (0x3F800000 >> shift) + 1)).astype(np.int32)
-    ends = np.full(most + 1, np.nan, np.float32)  # no number reaches them
-    return (np.concatenate([middles, ends]), np.array(log.decoded(bits, delta), np.float32),
-            starts, shift, most, lowest)
+    keys = middles >> shift
+    lowest = int(keys[0]) - 1
+    steps = np.searchsorted(keys, np.arange(lowest, (0x3F800000 >> shift) + 1)).astype(np.uint32) << shift
+    steps[keys - lowest] += ((1 << shift) - (middles & ((1 << shift) - 1))).astype(np.uint32)
+    return np.array(log.decoded(bits, delta), np.float32), steps, shift, lowest
 
 
 class _Sign(_Blocked[Sign]):

@@ -144,20 +144,16 @@ PYBIND11_MODULE(HVD_GRADCOMP_MODULE, m) {
                                   blocks, low ? std::vector<Array>{step, *low, codes} : std::vector<Array>{step, codes}};
         }));
     bind<Log>(m, "Log").def(
-        py::init([](size_t n, size_t block, Array scale, Array codes, int bits, Array middles,
-                    Array values, Array starts, int shift, int compares, int32_t lowest) {
+        py::init([](size_t n, size_t block, Array scale, Array codes, int bits, Array values, Array steps, int shift,
+                    int32_t lowest) {
             const Blocks blocks = blocks_of(n, block);
-            require(bits >= 2 && bits <= 16, "bits");
-            const size_t levels = size_t{1} << (bits - 1);
-            // a level that is found stays below `levels`, whatever the tables hold: see Log::code
-            const int32_t* const first = read<int32_t>(starts, length(starts));
-            for (size_t i = 0; i < length(starts); ++i)
-                require(first[i] >= 0 && static_cast<size_t>(first[i]) < levels, "starts");
-            require(length(starts) > 0 && shift >= 0 && shift < 32 && compares >= 0 && compares < 64, "table");
+            require(bits >= 2 && bits <= 16 && shift >= 0 && shift < 32, "bits");
+            const int32_t last = (0x3F800000 >> shift) - lowest;  // the key of 1, which is the largest
+            require(lowest >= 0 && last >= 0, "keys");
             return Bound<Log>{{part<float>(scale, blocks.count()), part<uint8_t>(codes, packed_nbytes(n, bits)), bits,
-                               read<float>(middles, levels + static_cast<size_t>(compares)), read<float>(values, 2 * levels),
-                               first, shift, compares, lowest, static_cast<int32_t>(length(starts)) - 1},
-                              blocks, {scale, codes}, {middles, values, starts}};
+                               read<float>(values, size_t{1} << bits),
+                               read<uint32_t>(steps, static_cast<size_t>(last) + 1), shift, lowest},
+                              blocks, {scale, codes}, {values, steps}};
         }));
     bind<Sign>(m, "Sign").def(py::init([](size_t n, size_t block, Array scale, Array signs) {
         const Blocks blocks = blocks_of(n, block, true);

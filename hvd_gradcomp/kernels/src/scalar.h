@@ -148,7 +148,9 @@ struct Largest {
     }
 };
 
-// log: the place of |x| / scale in a table of middles between levels, found from its leading bits.
+// log: the place of |x| / scale in a table of middles between levels. Keys, the leading bits of a number, are so many
+// that one has at most one middle; `steps` holds how many middles are below all numbers with a key, and under the bits
+// of that what must be added to the trailing bits of the middle to carry into it. So does what is above the middle.
 struct Log {
     static constexpr size_t RUN = 1;
     static constexpr size_t PIECE = 256;
@@ -160,11 +162,10 @@ struct Log {
     float* scale;
     uint8_t* codes;
     int bits;
-    const float* middles;  // ascending, then NaN, which nothing reaches
-    const float* values;   // by code: the levels, then their negatives
-    const int32_t* starts; // by leading bits of u: how many middles are below all u with these bits
-    int shift, compares;   // bits that do not lead; middles among u with the same leading bits
-    int32_t lowest, last;  // leading bits of the smallest middle, and the number of entries in `starts` - 1
+    const float* values;    // by code: the levels, then their negatives
+    const uint32_t* steps;  // by key
+    int shift;              // trailing bits
+    int32_t lowest;         // the key of steps[0]: all numbers with it, or a smaller one, are below the middles
 
     void measure(float* x, size_t n, State& s) const { s.measure(x, n); }
 
@@ -176,21 +177,17 @@ struct Log {
 
     void code(float* __restrict x, size_t n, size_t start, const State& s, Scratch& scratch) const {
         const float divisor = s.divisor;
-        const int shift = this->shift, compares = this->compares, bits = this->bits;
-        const int32_t lowest = this->lowest, last = this->last;
-        const float* __restrict middles = this->middles;
-        const int32_t* __restrict starts = this->starts;
-        alignas(64) int32_t level[TILE];
-        alignas(64) float u[TILE];
+        const int shift = this->shift, bits = this->bits;
+        const int32_t lowest = this->lowest;
+        const uint32_t trailing = (1u << shift) - 1;
+        const uint32_t* __restrict steps = this->steps;
+        alignas(64) int32_t level[PIECE];
         for (size_t i = 0; i < n; ++i) {
             const float ratio = magnitude(x[i]) / divisor;
-            u[i] = ratio <= 1.0f ? ratio : 1.0f;  // also of a NaN
-            int32_t key = (as<int32_t>(u[i]) >> shift) - lowest;
-            key = key < 0 ? 0 : key;
-            level[i] = starts[key > last ? last : key];
+            const uint32_t u = as<uint32_t>(ratio <= 1.0f ? ratio : 1.0f);  // also of a NaN
+            const int32_t key = static_cast<int32_t>(u >> shift) - lowest;
+            level[i] = static_cast<int32_t>((steps[key < 0 ? 0 : key] + (u & trailing)) >> shift);
         }
-        for (int c = 0; c < compares; ++c)
-            for (size_t i = 0; i < n; ++i) level[i] += middles[level[i]] <= u[i];
         pack_tile(scratch, n, start, bits, codes, [=, &level](size_t i) {
             return level[i] | static_cast<int32_t>(as<uint32_t>(x[i]) >> 31 << (bits - 1));
         });
