@@ -2,7 +2,8 @@
 
 25,000,000 float32 (4096 x 6104 for the low-rank codecs), encode with error feedback (add the residual,
 encode, keep what was not sent) and decode of one payload, as multiples of a copy of the same memory in
-the same run. Writes results/performance.json, docs/performance.md and its plot.
+the same run; the same with DGC's momentum; the kernels' arithmetic alone, in the cache; and what a small tensor
+costs (small.py). Writes results/performance.json, docs/performance.md and its plot.
 """
 
 from __future__ import annotations
@@ -18,13 +19,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from hvd_gradcomp import __version__, kernels  # noqa: E402
+import small  # noqa: E402
+
+from hvd_gradcomp import __version__, coding, kernels, native, parse, payload  # noqa: E402
 from hvd_gradcomp.cli.bench import median  # noqa: E402
+from hvd_gradcomp.codecs.base import Ctx, Received  # noqa: E402
+from hvd_gradcomp.memory import Momentum  # noqa: E402
+from hvd_gradcomp.memory.dgc import MomentumCorrection  # noqa: E402
+from hvd_gradcomp.ops.numpy import NumpyOps  # noqa: E402
+from hvd_gradcomp.ops.torch import TorchOps  # noqa: E402
+from hvd_gradcomp.spec import TensorSpec  # noqa: E402
 
 NUMEL, SHAPE = 25_000_000, (4096, 6104)
 TARGETS = {  # of encode, from the issue that asked for kernels
@@ -33,6 +43,9 @@ TARGETS = {  # of encode, from the issue that asked for kernels
 CODECS = ["fp16", "bf16", *TARGETS, "ternary", "qsgd", "natural", "topk(ratio=0.001) + uniform(bits=8)"]
 PURE = ["fp16", "uniform(bits=8)", "sign", "topk(ratio=0.01)", "powersgd(rank=4)"]
 """Measured without kernels too; the slowest of the others take minutes there."""
+DGC = ["topk(ratio=0.001)", "topk(ratio=0.01)", "topk(ratio=0.001) + uniform(bits=8)"]
+IN_CACHE = 1 << 16
+"""Elements of a tensor that stays in the processor's cache."""
 
 
 def main() -> None:
@@ -42,7 +55,9 @@ def main() -> None:
     args = parser.parse_args()
     results = {"one thread": bench(CODECS, 1, "require", args.runs),
                "two threads": bench(CODECS, 2, "require", args.runs), "no kernels": bench(PURE, 1, "off", 1),
-               "plain torch": plain()}
+               "plain torch": plain(), "momentum": momentum(1), "momentum, two threads": momentum(2),
+               "in cache": in_cache(), "settle": {"e += g": {"encode": add()}},
+               "small": {codec: {"us": small.measure(codec)} for codec in small.CODECS}}
     (ROOT / "results").mkdir(exist_ok=True)
     (ROOT / "results" / "performance.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     args.into.write_text(page(results, args.runs), encoding="utf-8")
@@ -109,6 +124,55 @@ def plain() -> dict[str, dict[str, float]]:
     return {codec: {"encode": median(work) / memcpy} for codec, work in works.items()}
 
 
+def momentum(threads: int) -> dict[str, dict[str, float]]:
+    """Encode with DGC's momentum in place of error feedback: load u and v, encode, settle both."""
+    kernels.set_threads(threads)
+    ops, spec = TorchOps(), TensorSpec("bench", (NUMEL,))
+    random = torch.Generator().manual_seed(0)
+    grad, velocity, total = (torch.randn(NUMEL, generator=random) for _ in range(3))
+    target, ok = torch.empty(NUMEL), torch.ones(1)
+    memory = MomentumCorrection(ops, grad, Momentum(0.9), velocity, None, total, None)
+    times = {}
+    for codec in map(parse, DGC):
+        ctx = Ctx(ops, spec, ranks=1, rank=0, seed=0)
+
+        def work(codec: Any = codec, ctx: Ctx = ctx) -> None:
+            sent = coding.Sent(codec, coding.encode(codec, memory, ctx), ctx)
+            coding.settle(Received(sent=sent, mean=lambda acc: acc), memory, ctx, ok)
+
+        times[str(codec)] = {"encode": median(work) / median(lambda: target.copy_(grad))}
+    kernels.set_threads(None)
+    return times
+
+
+def in_cache() -> dict[str, dict[str, float]]:
+    """Nanoseconds per element of encode and settle, where memory plays no part."""
+    kernels.set_threads(1)
+    spec, times = TensorSpec("bench", (IN_CACHE,)), {}
+    grad = np.random.default_rng(0).standard_t(3, IN_CACHE).astype(np.float32)
+    for codec in map(parse, CODECS):
+        kernel = native.find(codec, spec)
+        if kernel is None:  # a chain, or matrix products
+            continue
+        residual, layout = np.zeros_like(grad), codec.layout(spec)
+        blob = np.zeros(payload.nbytes(layout), np.uint8)
+        parts = dict(payload.unpack(NumpyOps(), blob, layout))
+        ctx = Ctx(NumpyOps(), spec, ranks=1, rank=0, seed=0, state={"step": np.zeros(1, np.int32)},
+                  bound=np.full(1, 100.0, np.float32))
+        encode = median(lambda k=kernel, p=parts, e=residual, c=ctx: k.encode(native.Source(grad, e, 1.0), p, c))
+        settle = median(lambda k=kernel, p=parts, e=residual, c=ctx: k.decode(p, native.Sink(e, grad, 1.0), c))
+        times[str(codec)] = {"encode": 1e9 * encode / IN_CACHE, "settle": 1e9 * settle / IN_CACHE}
+    kernels.set_threads(None)
+    return times
+
+
+def add() -> float:
+    """What every settle has to do at least, over a copy."""
+    grad, residual = np.ones(NUMEL, np.float32), np.zeros(NUMEL, np.float32)
+    target = np.empty_like(grad)
+    return median(lambda: np.add(residual, grad, out=residual)) / median(lambda: np.copyto(target, grad))
+
+
 def page(results: dict[str, dict[str, dict[str, float]]], runs: int) -> str:
     """The Markdown page."""
     one, two, pure, torchs = (results[key] for key in ("one thread", "two threads", "no kernels", "plain torch"))
@@ -127,16 +191,47 @@ def page(results: dict[str, dict[str, dict[str, float]]], runs: int) -> str:
                  f"{two[codec]['encode']:.2f}", _cell(pure, codec), _cell(torchs, codec), f"{one[codec]['decode']:.2f}",
                  f"{two[codec]['decode']:.2f}"]
         lines.append(f"| `{codec}` | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", TEXT, "![Encode time over a copy](performance.png)", ""])
+    for codec in map(str, map(parse, DGC)):
+        cells = [f"{results[key][codec]['encode']:.2f}" for key in ("momentum", "momentum, two threads")]
+        lines.append(f"| `{codec}`, DGC's momentum | {cells[0]} | | {cells[1]} | | | | |")
+    lines += ["", PLAIN, "![Encode time over a copy](performance.png)", "", "## What bounds it", "",
+              f"A copy reads and writes 100 MB, {1e6 * copy / NUMEL:.2f} ns per element. Encode reads the gradient and "
+              "the residual; settle reads both again and writes one: `e += g` alone, by numpy, takes "
+              f"{results['settle']['e += g']['encode']:.2f} copies. The arithmetic, on {IN_CACHE:,} elements that stay "
+              "in the cache:", "", "| codec | encode, ns per element | settle |", "|---|---:|---:|"]
+    lines += [f"| `{codec}` | {row['encode']:.2f} | {row['settle']:.2f} |"
+              for codec, row in results["in cache"].items()]
+    lines += ["", BOUNDS, "## Small tensors", "",
+              f"CPU time of `compress` and `decompress` of a tensor of {small.NUMEL:,} elements through the torch "
+              f"adapter, {small.RANKS} ranks, without the collectives (`benchmarks/small.py`). The target is 60 "
+              "microseconds, and 5 with `none`.", "", "| codec | microseconds |", "|---|---:|"]
+    lines += [f"| `{codec}` | {row['us']:.0f} |" for codec, row in results["small"].items()]
+    return "\n".join([*lines, "", SMALL])
 
 
-TEXT = """What bounds it: encode and settle each read the gradient and the residual, 200 MB, before any arithmetic (a
-division per element where its rounding shows, four multiplications per random number). Two threads
-nearly halve the times of the dense codecs, so it is the core that bounds them, not the memory. "Plain
-torch" is the same algorithm written with torch operations, without packing codes into bits; it
-allocates several tensors of the gradient's size in each step.
+PLAIN = """"Plain torch" is the same algorithm written with torch operations, without packing codes into bits; it
+allocates several tensors of the gradient's size in each step. With DGC's momentum, encode loads u and v, and settle
+writes both, where error feedback has one residual.
 
 GPU tensors take torch operations on their device; nothing was measured there yet.
+"""
+
+BOUNDS = """What misses its target:
+
+* `randomk` is its settle: the residual takes in the whole gradient, whatever is sent. Encode touches the cache lines
+  of the chosen entries only.
+* `topk` reads gradient and residual twice, and writes one: to select, and to settle. The more entries, the more of
+  the first pass holds some: their keys are compressed into place, and the largest found by a radix selection.
+* `uniform` divides only where its rounding shows; `uniform(stochastic=True)` divides always and draws: four
+  multiplications of 32 bits per element.
+* `log` divides each element, too, and looks it up in a table, which is a gather.
+
+The more two threads halve a time, the less it is the memory that bounds it.
+"""
+
+SMALL = """Most of it is Python: `benchmarks/small.py --profile` lists the calls. On the host, where a codec has a
+kernel, the gradient's way runs on numpy views of the tensors' memory (`torch/host.py`), since a call of a torch
+operation takes three times as long.
 """
 
 
@@ -159,7 +254,8 @@ def plot(results: dict[str, dict[str, dict[str, float]]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(10, 6), layout="constrained")
-    for i, (label, rows) in enumerate(results.items()):
+    for i, label in enumerate(("one thread", "two threads", "no kernels", "plain torch")):
+        rows = results[label]
         places = [place + 0.2 * i for place, codec in enumerate(CODECS) if codec in rows]
         axis.barh(places, [rows[codec]["encode"] for codec in CODECS if codec in rows], height=0.2, label=label)
     axis.set_yticks([place + 0.3 for place in range(len(CODECS))], CODECS, fontsize=8)

@@ -87,6 +87,7 @@ def measure(codec: str, profile: bool = False) -> float:
                                       process_set=Ranks(), exchange="gather" if codec != "none" else "sum")
     compression._agree = lambda: None  # type: ignore[method-assign]
     compression._ranks, compression._name, compression._place = Ranks.ranks, "bench", (0, RANKS)
+    compression._sets = {None: Ranks()}
     compression._token, compression._token_checked = torch.ones(3), True
     grads = [torch.randn_like(p) for p in params]
     reduced = torch.ones(3)
