@@ -45,7 +45,7 @@ def main() -> int:
     add("--models", nargs="+", choices=list(cases.MODELS), help="default: all")
     add("--speeds", type=int, nargs="+", default=list(cases.SPEEDS), metavar="MBIT", help="default: 100 1000 10000")
     add("--seconds", type=float, default=4.0, help="of timed steps for each codec (default: 4)")
-    add("--no-training", action="store_true")
+    add("--only", choices=["exchange", "training"], help="measure this anew, and keep the rest of --into")
     add("--env", nargs="+", default=[], metavar="NAME=VALUE", help="for the ranks, such as HOROVOD_CYCLE_TIME=0.5")
     add("--into", type=Path, default=ROOT / "docs" / "results.json", help="default: docs/results.json")
     add("--page", action="store_true", help="measure nothing, write the page from --into")
@@ -59,6 +59,9 @@ def main() -> int:
         except KeyboardInterrupt:
             print("lab: interrupted, the network is removed", file=sys.stderr)
             return 130
+        if args.only:
+            rest = "training" if args.only == "exchange" else "exchange"
+            measured[rest] = json.loads(args.into.read_text())[rest]
         args.into.write_text(json.dumps(measured, indent=1) + "\n")
     for file in page.write(json.loads(args.into.read_text()), args.into, ROOT):
         print(f"written: {os.path.relpath(file)}")
@@ -89,7 +92,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 net.run([*facts.pop("launcher"), *command], timeout=timeout, log=log, env=env)
             return [{**facts, **row} for row in json.loads(file.read_text())]
 
-        for count in hosts:
+        for count in hosts if args.only != "training" else []:
             with net.Network(count) as network:
                 for speed in args.speeds:
                     network.shape(speed)
@@ -97,14 +100,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                         exchange += ranks(network, f"{count} hosts, {speed} Mbit/s, {model}", "exchange.py",
                                           ["--model", model, "--seconds", str(args.seconds)], 3600,
                                           where="network", mbit=speed, model=model)
-        exchange += _where_it_does_not_pay(ranks, args)
-        if not args.no_training:
+        if args.only != "training":
+            exchange += _where_it_does_not_pay(ranks, args)
+        if args.only != "exchange":
             for count in hosts[:1]:
                 with net.Network(count) as network:
                     for framework in ("torch", "tensorflow"):
                         for speed in sorted(args.speeds, reverse=True):  # the fastest tells how many steps it takes
                             network.shape(speed)
-                            limit = 10 if args.quick else 40
+                            limit = 60 if speed == max(args.speeds) else 10 if args.quick else 40
                             arguments = ["--framework", framework, "--codecs", *TRAINED, "--limit", str(limit)]
                             training += ranks(network, f"{count} hosts, {speed} Mbit/s, {framework}", "train.py",
                                               arguments, 1200, mbit=speed)

@@ -8,8 +8,9 @@ registered; no time of a backward pass is in the numbers.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import math
+import resource
 import statistics
 import time
 from pathlib import Path
@@ -67,30 +68,31 @@ def main() -> None:
     if args.shapes:
         shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
     todo = [(*row.split("|"), "auto")[:2] for row in args.rows] if args.rows else cases.rows(hvd.size())
+    generator = torch.Generator().manual_seed(hvd.rank())
+    # Gradients are not normal: most of a real one's entries are near zero.
+    given = [torch.randn(shape, generator=generator) ** 3 * 1e-3 for shape in shapes]
+    params = [torch.nn.Parameter(torch.empty(shape)) for shape in shapes]
+    for param in params:
+        param.grad = torch.empty_like(param)
     waiting = hvd.synchronize
     results = []
     for spec, exchange in todo:
-        results.append(measure(spec, exchange, shapes, args))
+        results.append(measure(spec, exchange, params, given, args))
         hvd.synchronize = hvd.optimizer.synchronize = waiting
+        gc.collect()
     if hvd.rank() == 0:
         args.json.write_text(json.dumps(results))
     hvd.barrier()
 
 
-def measure(spec: str, exchange: str, shapes: list[cases.Shape], args: argparse.Namespace) -> dict[str, Any]:
+def measure(spec: str, exchange: str, params: list[Any], given: list[Any], args: argparse.Namespace) -> dict[str, Any]:
     """One row of the results: medians over steps, of each step the slowest rank's."""
-    generator = torch.Generator().manual_seed(hvd.rank())
-    # Gradients are not normal: most of a real one's entries are near zero.
-    given = [torch.randn(shape, generator=generator) ** 3 * 1e-3 for shape in shapes]
-    params = [torch.nn.Parameter(torch.empty(shape)) for shape in shapes]
     named = [(f"p{i}", param) for i, param in enumerate(params)]
     compression = _compression(spec, exchange, named, args.min_size)
     clock = Clock(compression)
     # Both places where Horovod's function is known by name; in this process only.
     hvd.synchronize = hvd.optimizer.synchronize = clock.synchronize
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), named_parameters=named, compression=clock)
-    for param in params:
-        param.grad = torch.empty_like(param)
 
     def step() -> dict[str, float]:
         for param, gradient in zip(params, given, strict=True):
@@ -119,8 +121,8 @@ def measure(spec: str, exchange: str, shapes: list[cases.Shape], args: argparse.
         samples = [step() for _ in range(steps)]
     everyone = hvd.allgather_object(samples)
     slow = [max((rank[i] for rank in everyone), key=lambda sample: sample["seconds"]) for i in range(steps)]
-    numel = sum(map(math.prod, shapes))
-    row = {"codec": spec, "exchange": exchange, "ranks": hvd.size(), "numbers": numel, "tensors": len(shapes),
+    numel = sum(param.numel() for param in params)
+    row = {"codec": spec, "exchange": exchange, "ranks": hvd.size(), "numbers": numel, "tensors": len(params),
            "steps": steps, "first_step_only": slowest > LONG,
            "seconds": statistics.median(sample["seconds"] for sample in slow),
            "fastest": min(sample["seconds"] for sample in slow)}
@@ -129,10 +131,14 @@ def measure(spec: str, exchange: str, shapes: list[cases.Shape], args: argparse.
     row |= {f"counted_{name}": statistics.median(sample[name] for rank in everyone for sample in rank)
             for name in ("rx", "tx")}
     row["expected"] = _expected(spec, compression, numel)
+    if spec not in cases.DENSE:  # the hooks on the parameters keep it alive, but the next needs the memory
+        for slot in compression.plan.slots.values():
+            slot.state.clear()
+            slot.buffers.clear()
     if hvd.rank() == 0:
         print(f"{spec} {exchange}: {1000 * row['seconds']:.1f} ms = encode {1000 * row['encode']:.1f} + wait "
               f"{1000 * row['wait']:.1f} + decode {1000 * row['decode']:.1f}, {row['counted_rx']:,.0f} bytes, expected "
-              f"{row['expected']:,.0f}", flush=True)
+              f"{row['expected']:,.0f}, largest memory {_memory():,} MB", flush=True)
     return row
 
 
@@ -141,6 +147,11 @@ def _compression(spec: str, exchange: str, named: list[Any], min_size: int | Non
         return hvd.Compression.fp16 if spec == cases.FP16 else hvd.Compression.none
     options = {} if min_size is None else {"min_size": min_size}
     return gradcomp.Compression(spec, named, exchange=exchange, **options)
+
+
+def _memory() -> int:
+    """Megabytes that this rank has used at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 def _expected(spec: str, compression: Any, numel: int) -> float:
