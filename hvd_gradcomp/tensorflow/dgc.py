@@ -63,6 +63,12 @@ class DGCOptimizer:
         self._velocities = {bound.variable.ref(): tf.Variable(tf.zeros_like(bound.variable), trainable=False)
                             for bound in self.compression.engine.bounds if bound.slot.codec is None}
 
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """What is the same on every rank, for checkpoints and elastic states: velocities of the small variables, and
+        the number of steps. What differs by rank is the ``compression``'s."""
+        return [*self._velocities.values(), unwrap(self.optimizer.iterations)]
+
     @as_written
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, Any]]) -> None:
         """Reduce this rank's gradients and update the variables. A gradient that is None on all ranks
