@@ -6,7 +6,7 @@ from tests.parallel.launch import run_tests
 
 WORLDS = [(2, "gloo"), (2, "mpi"), (3, "gloo"), (3, "mpi")]
 FOLDERS = {"pytorch": WORLDS, "tf": WORLDS, "tf_keras": WORLDS, "mpi": [(2, "mpirun"), (3, "mpirun")],
-           "keras3": [(2, "mpi")],
+           "keras3": [(2, "mpi"), (3, "gloo")],
            # the other worlds of these are in the folders above
            "keras3/test_fit.py": [(2, "gloo")], "keras3/test_dgc.py": [(1, "gloo")],
            "pytorch/test_dgc.py": [(1, "gloo"), (4, "mpi")],

@@ -211,3 +211,29 @@ def test_what_cannot_be_is_refused(hvd):
         make(clip_norm=-1.0)
     with pytest.raises(SpecError, match="ratio"):
         make(ratio=0)
+
+
+def test_a_custom_loop_is_resumed(hvd):
+    """Bitwise, by the compression's state of each rank and the optimizer's variables, which all ranks share."""
+    shapes = {"large": 40, "small": 4}
+
+    def make():
+        variables = [keras.Variable(np.zeros(n, np.float32), name=name) for name, n in shapes.items()]
+        sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+        return variables, gradcomp_tf.DGCOptimizer(sgd, variables, 0.1, warmup_steps=4, begin_step=1, min_size=10)
+
+    def steps(variables, optimizer, numbers):
+        for number in numbers:
+            grads = [tf.constant(randn(n, number, hvd.rank())) for n in shapes.values()]
+            optimizer.apply_gradients(zip(grads, variables, strict=True))
+        return [variable.numpy().tobytes() for variable in variables]
+
+    straight, resumed = make(), make()
+    steps(*straight, range(4))
+    assert len(straight[1].variables) == 2, "the small one's velocity, and the number of steps"
+    pairs = zip([*resumed[0], *resumed[1].variables], [*straight[0], *straight[1].variables], strict=True)
+    for target, source in pairs:
+        target.assign(source)
+    resumed[1].compression.load_state_dict(straight[1].compression.state_dict())
+    assert steps(*resumed, range(4, 7)) == steps(*straight, range(4, 7))
+    assert int(resumed[1].optimizer.iterations) == 7
