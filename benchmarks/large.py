@@ -23,7 +23,7 @@ from hvd_gradcomp import __version__  # noqa: E402
 ROWS = [("topk(ratio=0.001)", "gather"), ("topk(ratio=0.001)", "sparse_split"), ("uniform(bits=8)", "gather"),
         ("uniform(bits=8)", "two_stage"), ("sign", "gather"), ("sign", "two_stage")]
 NOTES = """\
-PyTorch exchanges tensors of more than `large=` elements (67,108,864; an argument of `Compression`) in pieces of a 32nd
+PyTorch exchanges tensors of more than `large=` elements (67,108,864; an argument of `Compression`) in pieces of a 64th
 of that, when backward is done and the step's verdict is known: three pieces are begun at a time, so that one is
 decoded while the next is on the wire and the one after it is encoded. A piece's payload lives until the piece is
 decoded, which goes into the gradient's own storage. The gradient must be float32 and contiguous; of any other, a

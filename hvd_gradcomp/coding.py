@@ -109,6 +109,11 @@ def settle(received: Received, memory: Memory, ctx: Ctx, ok: Array) -> None:
     """Let ``memory`` keep what this rank's payload does not hold, if the step counts."""
     if not memory.keeps:
         return
+    if received.stretches and isinstance(memory, ErrorFeedback) and ctx.ops.in_place:
+        for begin, end, each in received.stretches:
+            stretch = replace(ctx, spec=TensorSpec(ctx.spec.name, (end - begin,)))
+            settle(Received(each, received.mean), memory.part(begin, end), stretch, ok)
+        return
     sent = received.sent
     if isinstance(memory, _Keeping) and (
             (isinstance(sent, Sent) and _settle(sent, memory, ok))

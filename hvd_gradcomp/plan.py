@@ -34,7 +34,7 @@ Exchanges = str | Mapping[str, str]
 LARGE = 1 << 26
 """Elements above which a tensor is exchanged in pieces, where an adapter can do that: 256 MB of float32."""
 
-_PIECES = 32  # that are as long as LARGE
+_PIECES = 64  # that are as long as LARGE
 _MULTIPLE = 1024  # elements, so that blocks are those of the whole tensor
 
 Allocate = Callable[[str, int, str], Array]

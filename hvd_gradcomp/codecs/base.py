@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -68,11 +68,14 @@ class Received:
     sent: ``sent(acc)`` adds what this rank's payload is counted as.
     mean: ``mean(acc)`` adds the mean of what all ranks' payloads are counted as; ``acc`` is zeros.
     state: new values of the codec's state arrays.
+    stretches: ``sent`` cut up: begin, end, and what adds the values of that stretch. For settling one
+        after the other, without a dense vector of them all.
     """
 
     sent: Callable[[Array], Array]
     mean: Callable[[Array], Array]
     state: Callable[[], dict[str, Array]] = dict
+    stretches: Sequence[tuple[int, int, Callable[[Array], Array]]] = ()
 
 
 Answer = tuple[Parts, list[Parts]]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from hvd_gradcomp import coding
 from hvd_gradcomp.codecs.base import Codec, Ctx
 from hvd_gradcomp.exchange import chunks
 from hvd_gradcomp.exchange.base import Exchange, Received, Rounds
@@ -57,19 +59,19 @@ class TwoStage(Exchange):
         again = coder.encode(owner, mine) if mine.spec.numel else row
         means = yield from coder.share(again)
 
-        def whole(rows: list[Array], each: list[Ctx], acc: Array) -> Array:
-            pieces = [coder.decode(row, ops.zeros((chunk.spec.numel,)), chunk)
-                      for row, chunk in zip(rows, each, strict=True) if chunk.spec.numel]
-            return ops.accumulate(acc, ops.concat(pieces))
+        def sent(i: int) -> Callable[[Array], Array]:
+            """What is counted as sent of chunk ``i``."""
+            first = coder.first[i]
+            if self.owner_memory or i != ctx.rank:
+                return coding.Sent(codec, coder.unpack(own[i], first), first)
+            return lambda acc: ops.accumulate(coder.decode(own[i], acc, first), (
+                coder.decode(again, ops.zeros((mine.spec.numel,)), mine) - mean) * float(ctx.ranks))
 
-        def sent(acc: Array) -> Array:
-            acc = whole(own, coder.first, acc)
-            if self.owner_memory or not mine.spec.numel:
-                return acc
-            begin, end = cuts[ctx.rank]
-            added = coder.decode(again, ops.zeros((end - begin,)), mine) - mean
-            rest = [ops.zeros((length,)) for length in (begin, ctx.spec.numel - end)]
-            return ops.accumulate(acc, ops.concat([rest[0], added * float(ctx.ranks), rest[1]]))
+        stretches = [(*cut, sent(i)) for i, cut in enumerate(cuts) if cut[0] < cut[1]]
+
+        def whole(acc: Array) -> Array:
+            return ops.concat([coder.decode(means[i], acc[begin:end], coder.second[i])
+                               for i, (begin, end) in enumerate(cuts) if begin < end])
 
         def state() -> dict[str, Array]:
             new = {}
@@ -84,7 +86,8 @@ class TwoStage(Exchange):
                     new |= {chunks.state_name(name, i): array for name, array in codec.advance(parts, chunk).items()}
             return new
 
-        return Received(sent=sent, mean=lambda acc: whole(means, coder.second, acc), state=state)
+        return Received(sent=lambda acc: ops.concat([each(acc[begin:end]) for begin, end, each in stretches]),
+                        mean=whole, state=state, stretches=stretches)
 
     def sends(self, codec: Codec, spec: TensorSpec, ranks: int) -> list[tuple[str, int]]:
         row = chunks.width(codec, _lengths(spec, ranks))
