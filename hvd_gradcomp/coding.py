@@ -51,7 +51,11 @@ def encode(codec: Codec, memory: Memory, ctx: Ctx) -> Parts:
     ops = ctx.ops
 
     def run(memory: Memory, host: Ctx) -> Host:
-        if own.blob is None or not ops.in_place:
+        if not ops.in_place:  # what is returned becomes a tensor, which must not change in the next step
+            blob = np.zeros(own.size, np.uint8)
+            kernel.encode(_source(memory), own.unpack(blob), host)
+            return blob
+        if own.blob is None:
             own.blob = np.zeros(own.size, np.uint8)
             own.parts = own.unpack(own.blob)
         kernel.encode(_source(memory), own.parts, host)
@@ -144,7 +148,6 @@ def products(memory: Memory, ctx: Ctx) -> Products | None:
 class _Tensor:
     """What stays the same from step to step for a codec on a tensor; its payload is written over in each."""
 
-    codec: Codec  # whose id is the key, so it must not be another's
     kernel: Kernel[Any] | None
     layout: Layout
     blob: Host | None = None
@@ -169,12 +172,10 @@ class _Tensor:
 
 
 def _tensor(codec: Codec, ctx: Ctx) -> _Tensor:
-    spec = ctx.spec
-    key = id(codec), spec.name, spec.shape
-    known = ctx.buffers.get(key)
+    known = ctx.buffers.get((codec, ctx.spec))
     if known is None:
-        kernel = native.find(codec, spec) if ctx.ops.on_host else None
-        known = ctx.buffers[key] = _Tensor(codec, kernel, codec.layout(spec))
+        kernel = native.find(codec, ctx.spec) if ctx.ops.on_host else None
+        known = ctx.buffers[codec, ctx.spec] = _Tensor(kernel, codec.layout(ctx.spec))
     return known
 
 
