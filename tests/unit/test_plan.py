@@ -10,7 +10,7 @@ import pytest
 from hvd_gradcomp.agreement import check
 from hvd_gradcomp.errors import DisagreementError, SpecError
 from hvd_gradcomp.exchange import choose
-from hvd_gradcomp.plan import Plan, differences
+from hvd_gradcomp.plan import Plan, Slot, differences
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
 from hvd_gradcomp.spec import TensorSpec, parse
 
@@ -159,3 +159,26 @@ def test_several_may_differ() -> None:
     lines = differences([plan().describe(), plan().describe(), plan(seed=1).describe(), plan(seed=2).describe()])
     assert lines == ["rank 2: seed is 1, not 0 (as on rank 0)", "rank 3: seed is 2, not 0 (as on rank 0)"]
     assert differences([plan().describe()] * 3) == []
+
+
+@pytest.mark.parametrize(("codec", "pieces"), [
+    ("topk(ratio=0.01)", 6), ("uniform(bits=8)", 6), ("sign", 6), ("fp16", 6), ("none", 0), ("powersgd(rank=2)", 0),
+    ("svd(rank=2)", 0), ("vq(dim=2, codewords=16, codebook='learned', refresh=3)", 0)])
+def test_large_tensors_are_cut_where_the_codec_needs_no_whole(codec: str, pieces: int) -> None:
+    specs = [TensorSpec("large", (60, 100)), TensorSpec("small", (10, 10))]
+    plan = Plan.make(specs, Policy.make(codec, 0), ranks=3, large=5000)
+    large = plan.slots["large"]
+    assert len(large.cuts) == pieces and not plan.slots["small"].cuts
+    assert not Plan.make(specs, Policy.make(codec, 0), ranks=3).slots["large"].cuts
+    if pieces:
+        assert [begin for begin, _ in large.cuts] == [*range(0, 6000, 1024)] and large.cuts[-1][1] == 6000
+        assert large.exchange_text.endswith("in 6 pieces")
+        assert plan.for_ranks(2).slots["large"].cuts == large.cuts
+        alone = [Slot(TensorSpec("", (end - begin,)), None, large.stages) for begin, end in large.cuts]
+        assert large.received(0, 3) == sum(each.received(0, 3) for each in alone)
+        assert set(large.state_layout(True, 3)) <= {"residual", "step"}
+
+
+def test_momentum_is_not_cut() -> None:
+    spec = TensorSpec("large", (60, 100))
+    assert not Plan.make([spec], Policy.make("topk(ratio=0.01)", 0), ranks=2, large=5000, dgc=True).slots["large"].cuts
