@@ -73,9 +73,10 @@ refused, as is DGC. Between hosts, `two_stage` keeps what its second encoding lo
 
 `exchange="sum"` also carries `uniform` (from 2 bits), `qsgd` and `ternary`, where it is asked for: as whole levels of
 one step that all ranks share, packed into lanes of int32 words, which an ordinary all-reduce adds without carries. A
-lane holds the sum of N ranks with its sign, `1 + ceil(log2(N L + 1))` bits for L levels: it grows with N, so above
-about 16 ranks `two_stage` is cheaper. There is one step for the tensor, whatever `block` is; with error feedback
-values are rounded to the nearest level, without it by chance where the codec does.
+lane holds the sum of N ranks with its sign, `1 + ceil(log2(N L + 1))` bits for L levels. So it sends more bytes than
+`two_stage`, the more the larger N is, for one round less and no second encoding. There is one step for the tensor,
+whatever `block` is; with error feedback values are rounded to the nearest level, without it by chance where the codec
+does. There is no native kernel for them yet: they take several passes over the tensor.
 
 What the payloads of such sums, and of `fp16`, are scaled by comes from earlier steps: only the first step of a stage
 asks all ranks for the largest magnitude, which is a round more. In the others this step's largest travels beside the
