@@ -68,6 +68,7 @@ A rank counts all that it handed to its host as sent, except what its own share 
 its residual, L times. So the residual of a rank is zero outside its share, and *sum of outputs + mean of residuals =
 sum of mean gradients* holds as everywhere. A share has no shape, and codecs that learn (`powersgd`, learned `vq`) are
 refused, as is DGC. Between hosts, `two_stage` keeps what its second encoding loses in the residual, too.
+`stats()` counts the bytes inside the host, too.
 
 ## Sums of levels
 

@@ -151,7 +151,8 @@ class InPieces:
 
 
 @pytest.mark.parametrize(("spec", "exchange"), [
-    ("uniform(bits=8)", "gather"), ("sign", "gather"), ("uniform(bits=4, block=64)", "gather"), ("fp16", "gather")])
+    ("uniform(bits=8)", "gather"), ("sign", "gather"), ("uniform(bits=4, block=64)", "gather"), ("fp16", "gather"),
+    ("log(bits=8)", "gather"), ("bf16", "gather")])
 def test_pieces_of_whole_blocks_are_the_whole(hvd, spec, exchange):
     both = InPieces(spec, exchange)
     for step in range(3):
