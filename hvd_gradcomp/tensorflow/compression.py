@@ -205,6 +205,7 @@ class Compression(tf.train.experimental.PythonState):  # type: ignore[misc]
         Raises StateError, before anything is changed, if it does not fit.
         """
         state.restore(state_dict, self.plan, *self.world, lambda target, saved: target.assign(saved))
+        self.engine.place = self.world
 
     def plan_for(self, saved: Mapping[str, Any]) -> Plan:
         """For :mod:`hvd_gradcomp.checkpoint`: the plan with all state arrays."""
