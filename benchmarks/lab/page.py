@@ -69,7 +69,10 @@ def _ms(seconds: float) -> str:
 
 
 def _times(dense: Row | None, row: Row | None) -> str:
-    return f"{dense['seconds'] / row['seconds']:,.1f} x" if dense and row else ""
+    if dense is None or row is None:
+        return ""
+    ratio = dense["seconds"] / row["seconds"]
+    return f"{ratio:,.{1 if ratio >= 0.95 else 2}f} x"
 
 
 def _table(head: list[str], body: list[list[str]], left: int = 1) -> list[str]:
@@ -142,33 +145,30 @@ def _exchanges(measured: Row, hosts: int, model: str, speeds: list[int]) -> list
 
 
 def _not_paying(measured: Row) -> list[str]:
-    body = []
-    places = [("loopback", "40 MB", 2, "one machine, TCP over loopback"),
-              ("shared memory", "40 MB", 2, "one machine, shared memory"), ("one rank", "40 MB", 1, "one rank")]
-    for where, model, count, title in places:
-        rows = _rows(measured, where=where, model=model, ranks=count)
-        body += [[title, *_line(rows, kind)] for kind in _kinds(rows)]
-    lines = _table(["where", "codec", "ms", "against dense fp32"], body, left=2)
-    speeds = _speeds(measured)
-    rows = _rows(measured, model="40 kB", ranks=2)
-    if rows:
-        body = []
-        for codec, exchange in _kinds(rows):
-            line = [_called(codec, exchange)]
-            memory: list[dict[str, Any]] = [{"where": "shared memory"}]
-            for facts in memory + [{"where": "network", "mbit": speed} for speed in speeds]:
-                row = _find(rows, codec, exchange, **facts)
-                dense = _find(rows, cases.FP32, "", **facts)
-                line.append(f"{_ms(row['seconds'])} ms, {_times(dense, row)}" if row else "")
-            body.append(line)
-        lines += ["A tiny model, 10 tensors of 1,000 numbers, all compressed (`min_size=0`; without it they are "
-                  "left to Horovod):", "", *_table(["codec", "shared memory", *map(_rate, speeds)], body)]
+    memory: Row = {"where": "shared memory"}
+    network: list[Row] = [{"where": "network", "mbit": speed} for speed in _speeds(measured)]
+    lines = ["Two ranks on one machine, 40 MB, over the loopback interface and through shared memory:", "",
+             *_compared(measured, "40 MB", [{"where": "loopback"}, memory], ["TCP over loopback", "shared memory"]),
+             "A tiny model, 10 tensors of 1,000 numbers, all compressed (`min_size=0`; without it they are left to "
+             "Horovod):", "",
+             *_compared(measured, "40 kB", [memory, *network], ["shared memory", *map(_rate, _speeds(measured))])]
+    alone = _rows(measured, where="one rank")
+    if alone:
+        most = max(row["seconds"] for row in alone)
+        lines += [f"One rank: Horovod exchanges and compresses nothing, with any codec (at most {_ms(most)} ms).", ""]
     return lines
 
 
-def _line(rows: list[Row], kind: tuple[str, str]) -> list[str]:
-    row, dense = _find(rows, *kind), _find(rows, cases.FP32, "")
-    return [_called(*kind), _ms(row["seconds"]) if row else "", _times(dense, row)]
+def _compared(measured: Row, model: str, places: list[Row], titles: list[str]) -> list[str]:
+    rows = _rows(measured, model=model, ranks=2)
+    body = []
+    for codec, exchange in _kinds(rows):
+        line = [_called(codec, exchange)]
+        for place in places:
+            row, dense = _find(rows, codec, exchange, **place), _find(rows, cases.FP32, "", **place)
+            line.append(f"{_ms(row['seconds'])} ms, {_times(dense, row)}" if row else "")
+        body.append(line)
+    return _table(["codec", *titles], body)
 
 
 def _time_to_target(measured: Row, row: Row) -> tuple[float, bool] | None:
@@ -243,7 +243,7 @@ def _page(measured: Row, speeds: list[int], name: str) -> str:
         for model in models:
             lines += _exchanges(measured, count, model, speeds)
     lines += [line.replace("(results-", f"({name}-") for line in _training(measured, speeds)]
-    lines += ["## Where it does not pay", "", *_not_paying(measured)]
+    lines += ["## Where there is little to gain, or nothing", "", *_not_paying(measured)]
     return "\n".join(lines).rstrip() + "\n"
 
 
