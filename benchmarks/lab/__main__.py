@@ -46,6 +46,7 @@ def main() -> int:
     add("--speeds", type=int, nargs="+", default=list(cases.SPEEDS), metavar="MBIT", help="default: 100 1000 10000")
     add("--seconds", type=float, default=4.0, help="of timed steps for each codec (default: 4)")
     add("--only", choices=["exchange", "training"], help="measure this anew, and keep the rest of --into")
+    add("--transport", choices=["mpi", "gloo"], default="mpi", help="between hosts (default: mpi)")
     add("--env", nargs="+", default=[], metavar="NAME=VALUE", help="for the ranks, such as HOROVOD_CYCLE_TIME=0.5")
     add("--into", type=Path, default=ROOT / "docs" / "results.json", help="default: docs/results.json")
     add("--page", action="store_true", help="measure nothing, write the page from --into")
@@ -87,7 +88,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             file, log = out / "rows.json", logs / f"{title.replace(' ', '_').replace('/', '')}.log"
             command = [sys.executable, str(HERE / program), "--json", str(file), *arguments]
             if network is not None:
-                network.mpirun(command, timeout=timeout, log=log, env=env)
+                launch = network.gloo if args.transport == "gloo" else network.mpirun
+                launch(command, timeout=timeout, log=log, env=env)
             else:
                 net.run([*facts.pop("launcher"), *command], timeout=timeout, log=log, env=env)
             return [{**facts, **row} for row in json.loads(file.read_text())]
@@ -115,7 +117,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"made": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"), "quick": args.quick,
             "minutes": (time.time() - began) / 60, "load_before": load, "cores": os.cpu_count(),
             "processor": _processor(), "python": platform.python_version(), "kernel": platform.release(),
-            "env": args.env, "exchange": exchange, "training": training}
+            "env": args.env, "transport": args.transport, "exchange": exchange, "training": training}
 
 
 def _where_it_does_not_pay(ranks: Any, args: argparse.Namespace) -> list[Row]:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import IO
 
 PREFIX = "gclab"
+FILES = Path("/etc/netns")
 SUBNET = "10.77.0"
 BURST = 1e-3
 """Seconds at full speed that a link lets through at once after a pause: little, or small payloads would be free."""
@@ -86,6 +88,9 @@ class Network:
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             _run("ip", "-n", name, "link", "set", "eth0", "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
+            # `ip netns exec` lays this over /etc/hosts: Gloo takes the address that the host's own name has.
+            (FILES / name).mkdir(parents=True)
+            (FILES / name / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
         agent = self._folder / "agent"
         lines = [f'  {address}) exec ip netns exec {name} bash -c "$*" ;;'
                  for name, address in zip(self.names, self.addresses, strict=True)]
@@ -113,6 +118,12 @@ class Network:
                     str(self._folder / "agent"), "--mca", "pml", "ob1", "--mca", "btl", "tcp,self",
                     "--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network]
         run([*launcher, *(x for name in env for x in ("-x", name)), *command], timeout=timeout, log=log, env=env)
+
+    def gloo(self, command: Sequence[str], *, timeout: float, log: Path, env: Mapping[str, str]) -> None:
+        """The same with Gloo."""
+        hosts = [f"{address}={name}" for address, name in zip(self.addresses, self.names, strict=True)]
+        launcher = ["ip", "netns", "exec", self.names[0], sys.executable, str(Path(__file__).with_name("gloo.py"))]
+        run([*launcher, *hosts, "--", *command], timeout=timeout, log=log, env=env)
 
 
 def run(command: Sequence[str], *, timeout: float, log: Path, env: Mapping[str, str]) -> None:
@@ -150,6 +161,7 @@ def remove() -> None:
             if pids:
                 time.sleep(0.5)
         subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        shutil.rmtree(FILES / name, ignore_errors=True)
 
 
 def counters(device: str = "eth0") -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any
 import cases
 
 Row = dict[str, Any]
+TRANSPORTS = {"mpi": "OpenMPI over TCP", "gloo": "Gloo"}
 BEGIN, END = "<!-- results: written by `make lab` -->", "<!-- end of results -->"
 
 
@@ -29,7 +30,9 @@ def write(measured: Row, source: Path, root: Path) -> Iterator[Path]:
         text = readme.read_text(encoding="utf-8")
         assert BEGIN in text and END in text, "README.md has lost the place of its table"
         before, _, rest = text.partition(BEGIN)
-        readme.write_text(before + BEGIN + "\n" + _headline(measured, speeds) + "\n" + END + rest.partition(END)[2],
+        said = ("Times of a whole exchange, encoding and decoding included, and how many times faster than Horovod alone; "
+                f"[docs/{target.name}](docs/{target.name}) has the rest.\n")
+        readme.write_text(before + BEGIN + "\n" + _headline(measured, speeds) + "\n" + said + END + rest.partition(END)[2],
                           encoding="utf-8")
         yield readme
 
@@ -220,6 +223,8 @@ def _page(measured: Row, speeds: list[int], name: str) -> str:
                                 if row["where"] == "network" and row["model"] in cases.MODELS))
     hosts = sorted({row["ranks"] for row in measured["exchange"] if row["where"] == "network"})
     command = "python benchmarks/lab --quick" if measured["quick"] else "make lab"
+    if measured["transport"] != "mpi":
+        command += f" --transport {measured['transport']}"
     if measured["env"]:
         command += " --env " + " ".join(measured["env"])
     lines = [
@@ -229,8 +234,8 @@ def _page(measured: Row, speeds: list[int], name: str) -> str:
         f"{measured['processor']}, Linux {measured['kernel']}, load {measured['load_before']:.1f} before it began.", "",
         "Each host is a network namespace of one machine; links to a switch between them are shaped in both "
         "directions by a token bucket that lets 1 ms of traffic through at once. One Horovod rank on each host, "
-        "OpenMPI over TCP, kernels on, one thread. All hosts share the machine's cores, so encoding and decoding on 4 "
-        "hosts takes longer than on 4 machines.", "",
+        f"{TRANSPORTS[measured['transport']]}, kernels on, one thread. All hosts share the machine's "
+        "cores, so encoding and decoding on 4 hosts takes longer than on 4 machines.", "",
         "An exchange is all of what Horovod's PyTorch optimizer does from the first gradient to the last mean: "
         "`encode` is what the training thread spends on compressing (and starting), `wait` what the network takes "
         "beyond that, `decode` everything else. Times are medians over steps of the slowest rank. Bytes are for one "
