@@ -30,9 +30,9 @@ def write(measured: Row, source: Path, root: Path) -> Iterator[Path]:
         text = readme.read_text(encoding="utf-8")
         assert BEGIN in text and END in text, "README.md has lost the place of its table"
         before, _, rest = text.partition(BEGIN)
-        said = ("Times of a whole exchange, encoding and decoding included, and how many times faster than Horovod alone; "
-                f"[docs/{target.name}](docs/{target.name}) has the rest.\n")
-        readme.write_text(before + BEGIN + "\n" + _headline(measured, speeds) + "\n" + said + END + rest.partition(END)[2],
+        said = ("Times of a whole exchange, encoding and decoding included, and how many times faster than Horovod "
+                f"alone; [docs/{target.name}](docs/{target.name}) has the rest.")
+        readme.write_text("\n".join([before + BEGIN, _headline(measured, speeds), said, END + rest.partition(END)[2]]),
                           encoding="utf-8")
         yield readme
 
