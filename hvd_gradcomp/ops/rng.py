@@ -8,6 +8,8 @@ constants that Wellons found by search (2018, "lowbias32"), applied twice around
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from hvd_gradcomp.ops.base import Array, Ops
 from hvd_gradcomp.spec import TensorSpec
 
@@ -44,6 +46,7 @@ def keys(*, seed: int, spec: TensorSpec, step: int, rank: int, stream: int = 0) 
     return first, _mix_int(first + 0x9E3779B9)
 
 
+@lru_cache(maxsize=4096)  # the same in every step
 def _key(seed: int, spec: TensorSpec, rank: int, stream: int) -> int:
     key = 0
     for word in (seed, seed >> 32, spec.crc, rank, stream):
