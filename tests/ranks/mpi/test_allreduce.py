@@ -238,10 +238,10 @@ def test_verify_names_the_rank_whose_bytes_are_wrong(comm, spec, exchange, monke
     before, last = verified.state_dict()["tensors"]["x"], comm.size - 1
     combine = mpi.OpenExchange._combine
 
-    def corrupted(self, part, how):
+    def corrupted(self, part, how, comm):
         part = part.copy()
         part[3] ^= 8
-        return combine(self, part, how)
+        return combine(self, part, how, comm)
 
     if comm.rank == last:
         monkeypatch.setattr(mpi.OpenExchange, "_combine", corrupted)
