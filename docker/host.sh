@@ -25,9 +25,11 @@ serve() {
 
 run() {
   serve &
+  # shellcheck disable=SC2064  # expand now
+  trap "kill $! 2>/dev/null || true" EXIT
   for host in ${HOSTS:-}; do
     for attempt in $(seq 30); do
-      ssh "$host" true 2>/dev/null && break
+      ssh -p "${SSH_PORT:-2222}" -o StrictHostKeyChecking=no "$host" true 2>/dev/null && break
       [ "$attempt" -lt 30 ] || { echo "host: $host does not answer" >&2; exit 1; }
       sleep 1
     done
