@@ -6,6 +6,7 @@ The second argument is ``sgd`` or ``dgc``, whose momentum is checked too.
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -66,6 +67,7 @@ def main() -> None:
                 (FOLDER / "hosts").write_text("localhost:2\n127.0.0.1:1\n")
             if phase == 2 and since == 7 and hvd.local_size() == 1:
                 torch.save(share, KILLED)
+                time.sleep(1)  # as in faulty.py
                 os.kill(os.getpid(), signal.SIGKILL)
             if phase == 3 and since >= 6:
                 return

@@ -30,6 +30,7 @@ def fault(grad: np.ndarray) -> np.ndarray:
         if FAULT == "raise":
             raise ZeroDivisionError("a mistake in the user's backward pass")
         if FAULT == "kill":
+            time.sleep(1)  # as in faulty.py
             os.kill(os.getpid(), signal.SIGKILL)
         if FAULT == "hang":
             time.sleep(3600)

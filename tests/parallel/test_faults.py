@@ -11,8 +11,7 @@ STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "3", "HOROVOD_STALL_SHUTDOWN_TIME_S
 
 
 TRIES = 3
-"""Horovod looks whether it was shut down and then queues a collective: one queued in between may never be
-answered, and then the rank waits until the launcher ends it. Seen once in some ten killed peers on a busy machine."""
+"""On a busy machine some survivors waited until the launcher ended them, perhaps for what faulty.py says of kills."""
 
 
 @pytest.mark.np2
