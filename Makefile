@@ -96,8 +96,8 @@ dgc: $(STAMPS)/package  ## train with Deep Gradient Compression and without, 5 s
 	@echo "dgc: 30 trainings on 2 Horovod ranks, usually 2 hours; 'python benchmarks/dgc.py --help' has shorter ones"
 	@$(BIN)/python benchmarks/dgc.py
 
-soak: $(STAMPS)/package  ## 20,000 steps of mixed codecs on 2 ranks: nothing may creep
-	@echo "soak: 20,000 steps; it says how far it is"
+soak: $(STAMPS)/package  ## 20,000 steps of mixed codecs on 2 ranks: nothing may creep (6 minutes)
+	@echo "soak: 20,000 steps, usually 6 minutes; it says how far it is"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" horovodrun -np 2 --gloo python benchmarks/soak.py
 
 lab: $(STAMPS)/package  ## what compression gains on real networks: docs/results.md (root; 80 minutes)
