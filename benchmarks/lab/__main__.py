@@ -61,7 +61,7 @@ def main() -> int:
         except KeyboardInterrupt:
             print("lab: interrupted, the network is removed", file=sys.stderr)
             return 130
-        if args.only:
+        if args.only and args.into.exists():
             rest = "training" if args.only == "exchange" else "exchange"
             measured[rest] = json.loads(args.into.read_text())[rest]
         args.into.write_text(json.dumps(measured, indent=1) + "\n")
