@@ -231,7 +231,7 @@ The more two threads halve a time, the less it is the memory that bounds it.
 
 SMALL = """Most of it is Python: `benchmarks/small.py --profile` lists the calls. On the host, where a codec has a
 kernel, the gradient's way runs on numpy views of the tensors' memory (`torch/host.py`), since a call of a torch
-operation takes three times as long.
+operation takes longer.
 """
 
 

@@ -1,6 +1,6 @@
 """Gradients in the host's memory whose codecs have kernels: their flow runs on numpy views of the same memory.
 
-For a small tensor the number of calls is what costs, and one on a numpy array takes a third of one on a tensor.
+For a small tensor the number of calls is what costs, and calls on numpy arrays are cheaper than those on tensors.
 """
 
 from __future__ import annotations
