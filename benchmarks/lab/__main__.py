@@ -88,11 +88,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             print(f"{time.time() - began:5.0f} s  {title}", flush=True)
             file, log = out / "rows.json", logs / f"{title.replace(' ', '_').replace('/', '')}.log"
             command = [sys.executable, str(HERE / program), "--json", str(file), *arguments]
-            if network is not None:
-                launch = network.gloo if args.transport == "gloo" else network.mpirun
-                launch(command, timeout=timeout, log=log, env=env)
-            else:
-                net.run([*facts.pop("launcher"), *command], timeout=timeout, log=log, env=env)
+            launcher = facts.pop("launcher", [])
+
+            def launch() -> None:
+                if network is None:
+                    net.run([*launcher, *command], timeout=timeout, log=log, env=env)
+                else:
+                    (network.gloo if args.transport == "gloo" else network.mpirun)(
+                        command, timeout=timeout, log=log, env=env)
+
+            try:
+                launch()
+            except net.NetworkError as error:  # an hour's measurements are not given up for one crash of a launcher
+                print(f"{time.time() - began:5.0f} s  once more, after: {error}", flush=True)
+                launch()
             return [{**facts, **row} for row in json.loads(file.read_text())]
 
         for count in hosts if args.only != "training" else []:

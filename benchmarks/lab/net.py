@@ -114,7 +114,8 @@ class Network:
         network = f"{SUBNET}.0/24"
         hosts = ",".join(f"{address}:1" for address in self.addresses)
         launcher = ["ip", "netns", "exec", self.names[0], "mpirun", "--allow-run-as-root", "-np", str(self.hosts),
-                    "-H", hosts, "--bind-to", "none", "--mca", "plm", "rsh", "--mca", "plm_rsh_agent",
+                    "-H", hosts, "--bind-to", "none", "--mca", "rtc", "^hwloc",  # all daemons are on one machine
+                    "--mca", "plm", "rsh", "--mca", "plm_rsh_agent",
                     str(self._folder / "agent"), "--mca", "pml", "ob1", "--mca", "btl", "tcp,self",
                     "--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network]
         run([*launcher, *(x for name in env for x in ("-x", name)), *command], timeout=timeout, log=log, env=env)
