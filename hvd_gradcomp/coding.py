@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,20 @@ class Sent:
 
 
 def encode(codec: Codec, memory: Memory, ctx: Ctx) -> Parts:
+@dataclass(frozen=True)
+class Entries:
+    """What counts as sent, or arrived, as int32 indices and float32 values, added one list after the other:
+    ``Received.sent`` of an exchange that deals in entries."""
+
+    ops: Ops
+    lists: Callable[[], Iterable[tuple[Array, Array]]]
+
+    def __call__(self, acc: Array) -> Array:
+        for index, values in self.lists():
+            acc = self.ops.scatter_add(acc, index, values)
+        return acc
+
+
     """The payload of what ``memory`` loads; nothing is written but the payload."""
     if type(codec) is Chain:
         return codec.code(encode(codec.first, memory, ctx), ctx,
@@ -104,6 +118,19 @@ def mean(codec: Codec, payloads: Sequence[tuple[Parts, Ctx]], acc: Array) -> Arr
     kernel = _tensor(codec, ctx).kernel
     if kernel is None:
         for parts, each in payloads:
+def entries(codec: Codec, parts: Parts, ctx: Ctx) -> tuple[Array, Array]:
+    """Places and values of a sparse codec's payload, see :meth:`Codec.entries`."""
+    if type(codec) is Chain:
+        return entries(codec.first, codec.uncode(parts, ctx, decode), ctx)
+    own = _tensor(codec, ctx)
+    kernel, values = own.kernel, parts["values"]
+    if not isinstance(kernel, native.Sparse):
+        return codec.entries(parts, ctx)
+    places = ctx.ops.host(lambda given: [kernel.indices(_host_parts(given, "own", own), _host_ctx(ctx, given))],
+                          {**_named("own", parts), **_moment(codec, ctx)}, [(int(values.shape[0]), "int32")])[0]
+    return places, values
+
+
             acc = codec.decode(parts, acc, each)
         return ctx.ops.divide(acc, ctx.ranks)
     return _into(acc, lambda target, host: kernel.mean(host, target), codec, payloads)
@@ -121,7 +148,8 @@ def settle(received: Received, memory: Memory, ctx: Ctx, ok: Array) -> None:
     sent = received.sent
     if isinstance(memory, _Keeping) and (
             (isinstance(sent, Sent) and _settle(sent, memory, ok))
-            or (isinstance(sent, Product) and _settle_product(sent, memory, ok))):
+            or (isinstance(sent, Product) and _settle_product(sent, memory, ok))
+            or (isinstance(sent, Entries) and _settle_entries(sent, memory, ok))):
         return
     memory.settle(sent(ctx.ops.zeros((ctx.spec.numel,))), ok)
 
@@ -271,6 +299,17 @@ def _into(acc: Array, run: Callable[[Host, list[tuple[HostParts, Ctx]]], None], 
         run(target, [(_host_parts(given, str(i), known), _host_ctx(each, given))
                      for i, (_, each) in enumerate(payloads)])
         return [target]
+
+def _settle_entries(sent: Entries, memory: _Keeping, ok: Array) -> bool:
+    """Whether a kernel did it."""
+    ops = sent.ops
+    if not (native.available() and ops.on_host and 0 < int(memory.grad.shape[0]) <= native.LONGEST):
+        return False
+    indices, values = (ops.concat(list(each)) for each in zip(*sent.lists(), strict=True))
+    _update(lambda given, sink: native.scatter(sink, given["indices"], given["values"]), memory,
+            {"indices": indices, "values": values}, ok)
+    return True
+
 
     return ctx.ops.host(on_host, arrays, [(ctx.spec.numel, "float32")])[0]
 

@@ -34,7 +34,8 @@ from hvd_gradcomp.spec import TensorSpec
 Host = np.ndarray[Any, Any]
 HostParts = dict[str, Host]
 C = TypeVar("C", bound=Codec)
-_LONGEST = 2**31 - 1  # indices and positions are int32
+LONGEST = 2**31 - 1
+"""Elements of a tensor that can be counted with: indices are int32."""
 
 
 class Source(NamedTuple):
@@ -183,11 +184,11 @@ class _Fp16(_Tiled[Fp16]):
                                 self.codec.limit(ctx))
 
 
-class _Sparse(Kernel[C]):
+class Sparse(Kernel[C]):
     """Values at indices."""
 
     def fits(self) -> bool:
-        return self.n <= _LONGEST
+        return self.n <= LONGEST
 
     @abstractmethod
     def indices(self, parts: HostParts, ctx: Ctx) -> Host:
@@ -215,7 +216,7 @@ class _Sparse(Kernel[C]):
             self.module.divide_at(acc, where, float(payloads[0][1].ranks))
 
 
-class _TopK(_Sparse[TopK]):
+class _TopK(Sparse[TopK]):
     def fits(self) -> bool:
         return self.codec.threshold == "exact" and super().fits()
 
@@ -237,7 +238,7 @@ class _TopK(_Sparse[TopK]):
             raise PayloadError(str(error)) from None
 
 
-class _RandomK(_Sparse[RandomK]):
+class _RandomK(Sparse[RandomK]):
     def encode(self, source: Source, parts: HostParts, ctx: Ctx) -> None:
         self.module.gather(*source, self.indices(parts, ctx), parts["values"])
 
@@ -298,3 +299,12 @@ def largest(source: Source) -> Host:
     """float32 ``(1,)``: the largest magnitude; NaN if there is one."""
     module, _ = kernels.load()
     return np.array([module.largest(*source)], np.float32)
+def scatter(sink: Sink, indices: Host, values: Host) -> None:
+    """Sink ``values`` at int32 ``indices``, which may come in any order and more than once. Raises PayloadError for
+    one outside."""
+    try:
+        kernels.load()[0].scatter(*sink, indices, values, 1.0, kernels.threads())
+    except IndexError as error:
+        raise PayloadError(str(error)) from None
+
+

@@ -21,13 +21,18 @@ EXCHANGES: dict[str, Exchange] = {exchange.name: exchange for exchange in (
 ROUND = 1 << 16
 """Bytes that must be saved for one round more: about what 1 Gbit/s carries while a round starts."""
 
+WORK = 0.25
+"""And for each element, where ``sparse_split`` looks at it: what 100 Mbit/s carries in the 20 ns that it takes longer
+on one core (docs/exchange.md)."""
+
 HIERARCHICAL = "hierarchical"
 _WITH_HOSTS = re.compile(rf"{HIERARCHICAL}\(local=(\d+)\)")
 
 
 def choose(codec: Codec, spec: TensorSpec, ranks: int, requested: str = "auto") -> Exchange:
     """The exchange for a tensor: ``auto`` sums what may be summed (its cost does not grow with the number
-    of ranks) and gathers the rest, unless ``sparse_split`` (of entries) or ``two_stage`` saves enough.
+    of ranks) and gathers the rest, unless ``sparse_split`` (of entries) or ``two_stage`` saves so many bytes that it is
+    worth its further round and its work.
     A codec of the tensor's shape is not cut in chunks unasked.
 
     ``hierarchical(local=L)``: hosts of L ranks, between which ``auto`` chooses. Where there is one host, or one
@@ -39,7 +44,8 @@ def choose(codec: Codec, spec: TensorSpec, ranks: int, requested: str = "auto") 
             return EXCHANGES["sum"]
         scales = EXCHANGES["sparse_split" if codec.sparse else "two_stage"]
         gather = EXCHANGES["gather"]
-        if codec.shaped or gather.received(codec, spec, ranks) - scales.received(codec, spec, ranks) < ROUND:
+        costs = ROUND + (WORK * spec.numel if codec.sparse else 0)
+        if codec.shaped or gather.received(codec, spec, ranks) - scales.received(codec, spec, ranks) < costs:
             return gather
         return scales
     hosts = _WITH_HOSTS.fullmatch(requested)

@@ -43,18 +43,17 @@ class Regions:
         order = self._tile(ops, region, ops.reshape(ops.arange(self._tiles), (1, self._tiles)))
         return ops.reshape(ops.take(tiles, ops.reshape(order, (-1,))), (self.count, self.length))
 
-    def add(self, ops: Ops, acc: Array, region: int, places: Array, values: Array) -> Array:
-        """``acc``, float32 ``[numel]``, with ``values`` added at int32 ``places`` of a region, which are not
-        trusted (see :meth:`Ops.scatter_add`); padding adds nothing. ``acc`` is used up."""
+    def entries(self, ops: Ops, region: int, places: Array, values: Array) -> tuple[Array, Array]:
+        """Index in the tensor, and value, of ``values`` at int32 ``places`` of a region, which are not trusted and
+        stay out of range if they are (see :meth:`Ops.scatter_add`). Padding becomes 0 at the last element."""
         bits = self._tile_bits
         tile = self._tile(ops, ops.zeros((1,), "int32") + region, ops.shift_right(places, bits))
         index = ops.shift_left(tile, bits) + ops.bit_and(places, (1 << bits) - 1)
         padding = self.count * self.length - self.numel
         if padding:
-            # It adds 0 to the last element; a place past the padding stays out of range.
             values = ops.where(index < self.numel, values, 0.0)
             index = index - ops.minimum(ops.maximum(index - (self.numel - 1), 0), padding)
-        return ops.scatter_add(acc, index, values)
+        return index, values
 
     def _tile(self, ops: Ops, region: Array, tile: Array) -> Array:
         """The number in the tensor of a region's tile."""

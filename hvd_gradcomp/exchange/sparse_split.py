@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from hvd_gradcomp import coding
 from hvd_gradcomp.codecs.base import Codec, Ctx
 from hvd_gradcomp.codecs.chain import Chain
 from hvd_gradcomp.codecs.topk import TopK
@@ -48,24 +50,22 @@ class SparseSplit(Exchange):
         means = yield from coder.share(coder.encode(NoMemory(ops, mean), mine))
 
         def entries(row: Array, chunk: Ctx) -> tuple[Array, Array]:
-            return codec.entries(coder.unpack(row, chunk), chunk)
+            return coding.entries(codec, coder.unpack(row, chunk), chunk)
 
-        def sent(acc: Array) -> Array:
+        def sent() -> Iterator[tuple[Array, Array]]:
             for i in range(ranks):
                 places, values = entries(means[i], coder.second[i])
                 survived = ops.scatter_add(ops.zeros((regions.length,)), places, 0.0 * values + 1.0)
                 if i == ctx.rank:
-                    acc = regions.add(ops, acc, i, places, (values - ops.take(mean, places)) * float(ranks))
+                    yield regions.entries(ops, i, places, (values - ops.take(mean, places)) * float(ranks))
                 places, values = entries(own[i], coder.first[i])
-                acc = regions.add(ops, acc, i, places, values * ops.take(survived, places))
-            return acc
+                yield regions.entries(ops, i, places, values * ops.take(survived, places))
 
-        def received(acc: Array) -> Array:
+        def received() -> Iterator[tuple[Array, Array]]:
             for i in range(ranks):
-                acc = regions.add(ops, acc, i, *entries(means[i], coder.second[i]))
-            return acc
+                yield regions.entries(ops, i, *entries(means[i], coder.second[i]))
 
-        return Received(sent=sent, mean=received)
+        return Received(sent=coding.Entries(ops, sent), mean=coding.Entries(ops, received))
 
     def sends(self, codec: Codec, spec: TensorSpec, ranks: int) -> list[tuple[str, int]]:
         length = Regions(spec.numel, ranks).length

@@ -117,12 +117,13 @@ def test_impossible_exchanges_are_refused(spec: str, exchange: str, says: str) -
     ("uniform(bits=8)", (1000, 1000), 2, "gather"), ("uniform(bits=8)", (1000, 1000), 3, "two_stage"),
     ("uniform(bits=8)", (100, 100), 3, "gather"), ("uniform(bits=8)", (100, 100), 64, "two_stage"),
     ("sign", (1000, 1000), 2, "gather"), ("sign", (1000, 1000), 4, "two_stage"),
-    ("topk(ratio=0.01)", (1000, 1000), 2, "gather"), ("topk(ratio=0.01)", (1000, 1000), 8, "sparse_split"),
+    ("topk(ratio=0.01)", (1000, 1000), 2, "gather"), ("topk(ratio=0.01)", (1000, 1000), 8, "gather"),
+    ("topk(ratio=0.01)", (1000, 1000), 16, "sparse_split"),
     ("topk(ratio=0.1) + uniform(bits=8)", (1000, 1000), 8, "sparse_split"),
     ("topk(ratio=0.01)", (100, 100), 8, "gather"),
     ("svd(rank=4)", (1000, 1000), 64, "gather"), ("powersgd(rank=4) + uniform(bits=8)", (1000, 1000), 64, "gather")])
-def test_auto_takes_what_receives_least_unless_a_round_costs_more(spec: str, shape: tuple[int, ...], ranks: int,
-                                                                 expected: str) -> None:
+def test_auto_takes_what_receives_least_unless_a_round_or_its_work_costs_more(
+        spec: str, shape: tuple[int, ...], ranks: int, expected: str) -> None:
     assert choose(parse(spec), TensorSpec("w", shape), ranks).name == expected
 
 

@@ -19,7 +19,8 @@ def test_splitting_and_adding_are_inverse(numel: int, count: int) -> None:
     assert sorted(split[split > 0]) == x.tolist()
     back = np.zeros(numel, np.float32)
     for region in range(count):
-        back = regions.add(OPS, back, region, np.arange(regions.length, dtype=np.int32), split[region])
+        places = np.arange(regions.length, dtype=np.int32)
+        back = OPS.scatter_add(back, *regions.entries(OPS, region, places, split[region]))
     np.testing.assert_array_equal(back, x)
 
 
@@ -43,4 +44,4 @@ def test_places_outside_are_refused(outside: int) -> None:
     assert regions.length == 48
     places = np.array([outside if outside != 40 else 48], np.int32)
     with pytest.raises(PayloadError):
-        regions.add(OPS, np.zeros(100, np.float32), 1, places, np.ones(1, np.float32))
+        OPS.scatter_add(np.zeros(100, np.float32), *regions.entries(OPS, 1, places, np.ones(1, np.float32)))
