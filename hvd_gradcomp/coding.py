@@ -25,6 +25,7 @@ from hvd_gradcomp.payload import Layout, Packed, Parts
 from hvd_gradcomp.spec import TensorSpec
 
 _numpy = NumpyOps()
+_LARGE = 2.0**100  # see Codec.vouching
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,6 @@ class Sent:
         return decode(self.codec, self.parts, acc, self.ctx)
 
 
-def encode(codec: Codec, memory: Memory, ctx: Ctx) -> Parts:
 @dataclass(frozen=True)
 class Entries:
     """What counts as sent, or arrived, as int32 indices and float32 values, added one list after the other:
@@ -54,6 +54,7 @@ class Entries:
         return acc
 
 
+def encode(codec: Codec, memory: Memory, ctx: Ctx) -> Parts:
     """The payload of what ``memory`` loads; nothing is written but the payload."""
     if type(codec) is Chain:
         return codec.code(encode(codec.first, memory, ctx), ctx,
@@ -82,6 +83,17 @@ class Entries:
     return Packed(ops, blob, own.layout)
 
 
+def vouched(codec: Codec, parts: Parts, ctx: Ctx) -> bool:
+    """Whether a payload in the host's memory shows that all that was encoded is finite."""
+    return (type(ctx.ops) is NumpyOps and bool(codec.vouching)
+            and all(bool(np.abs(parts[name]).max() < _LARGE) for name in codec.vouching))
+
+
+def is_finite(x: Array, ctx: Ctx) -> bool:
+    """Whether an array in the host's memory is known to be finite."""
+    return type(ctx.ops) is NumpyOps and bool(np.isfinite(x).all())
+
+
 def has_kernel(codec: Codec, spec: TensorSpec) -> bool:
     """Whether a kernel does the work of a codec, or of a chain's first, on a tensor in the host's memory."""
     return native.find(codec.first if type(codec) is Chain else codec, spec) is not None
@@ -106,18 +118,6 @@ def decode(codec: Codec, parts: Parts, acc: Array, ctx: Ctx) -> Array:
     return _into(acc, run, codec, [(parts, ctx)])
 
 
-def mean(codec: Codec, payloads: Sequence[tuple[Parts, Ctx]], acc: Array) -> Array:
-    """The mean over the ranks in ``acc``, zeros, which is used up.
-
-    Args:
-        payloads: each rank's payload with the ctx that it is decoded with, or the one that was summed in flight.
-    """
-    ctx = payloads[0][1]
-    if type(codec) is Chain:
-        return mean(codec.first, [(codec.uncode(parts, each, decode), each) for parts, each in payloads], acc)
-    kernel = _tensor(codec, ctx).kernel
-    if kernel is None:
-        for parts, each in payloads:
 def entries(codec: Codec, parts: Parts, ctx: Ctx) -> tuple[Array, Array]:
     """Places and values of a sparse codec's payload, see :meth:`Codec.entries`."""
     if type(codec) is Chain:
@@ -131,9 +131,27 @@ def entries(codec: Codec, parts: Parts, ctx: Ctx) -> tuple[Array, Array]:
     return places, values
 
 
+def mean(codec: Codec, payloads: Sequence[tuple[Parts, Ctx]], acc: Array) -> Array:
+    """The mean over the ranks in ``acc``, which is used up: zeros, or anything where it :func:`covers` all of it.
+
+    Args:
+        payloads: each rank's payload with the ctx that it is decoded with, or the one that was summed in flight.
+    """
+    ctx = payloads[0][1]
+    if type(codec) is Chain:
+        return mean(codec.first, [(codec.uncode(parts, each, decode), each) for parts, each in payloads], acc)
+    kernel = _tensor(codec, ctx).kernel
+    if kernel is None:
+        for parts, each in payloads:
             acc = codec.decode(parts, acc, each)
         return ctx.ops.divide(acc, ctx.ranks)
     return _into(acc, lambda target, host: kernel.mean(host, target), codec, payloads)
+
+
+def covers(codec: Codec, ctx: Ctx) -> bool:
+    """Whether :func:`mean` writes every element of its ``acc`` without looking at what is there."""
+    kernel = None if type(codec) is Chain else _tensor(codec, ctx).kernel
+    return kernel is not None and kernel.covers
 
 
 def settle(received: Received, memory: Memory, ctx: Ctx, ok: Array) -> None:
@@ -282,6 +300,17 @@ def _settle_product(sent: Product, memory: _Keeping, ok: Array) -> bool:
     return True
 
 
+def _settle_entries(sent: Entries, memory: _Keeping, ok: Array) -> bool:
+    """Whether a kernel did it."""
+    ops = sent.ops
+    if not (native.available() and ops.on_host and 0 < int(memory.grad.shape[0]) <= native.LONGEST):
+        return False
+    indices, values = (ops.concat(list(each)) for each in zip(*sent.lists(), strict=True))
+    _update(lambda given, sink: native.scatter(sink, given["indices"], given["values"]), memory,
+            {"indices": indices, "values": values}, ok)
+    return True
+
+
 def _into(acc: Array, run: Callable[[Host, list[tuple[HostParts, Ctx]]], None], codec: Codec,
           payloads: Sequence[tuple[Parts, Ctx]]) -> Array:
     """Let ``run`` add payloads to ``acc``."""
@@ -299,17 +328,6 @@ def _into(acc: Array, run: Callable[[Host, list[tuple[HostParts, Ctx]]], None], 
         run(target, [(_host_parts(given, str(i), known), _host_ctx(each, given))
                      for i, (_, each) in enumerate(payloads)])
         return [target]
-
-def _settle_entries(sent: Entries, memory: _Keeping, ok: Array) -> bool:
-    """Whether a kernel did it."""
-    ops = sent.ops
-    if not (native.available() and ops.on_host and 0 < int(memory.grad.shape[0]) <= native.LONGEST):
-        return False
-    indices, values = (ops.concat(list(each)) for each in zip(*sent.lists(), strict=True))
-    _update(lambda given, sink: native.scatter(sink, given["indices"], given["values"]), memory,
-            {"indices": indices, "values": values}, ok)
-    return True
-
 
     return ctx.ops.host(on_host, arrays, [(ctx.spec.numel, "float32")])[0]
 

@@ -20,7 +20,7 @@ STEP = "step"
 
 
 def reduce_gradient(grad: Array, slot: Slot, ctx: Ctx, *, stage: int = 0, loss_scale: Array | float | None = None,
-                    sgd: Momentum | None = None, output: Callable[[], Array] | None = None) -> Flow:
+                    sgd: Momentum | None = None, output: Callable[[bool], Array] | None = None) -> Flow:
     """Reduce one gradient to its mean over the ranks, compressed.
 
     Args:
@@ -29,8 +29,8 @@ def reduce_gradient(grad: Array, slot: Slot, ctx: Ctx, *, stage: int = 0, loss_s
         stage: which of the slot's stages this step is in, the same on all ranks.
         loss_scale: what the loss was multiplied by.
         sgd: the optimizer's momentum, if the slot's state holds a velocity.
-        output: gives the float32 zeros ``[numel]`` that the mean is decoded into, called after the
-            last read of ``grad`` (it may be the same storage); a new array by default.
+        output: ``output(clear)`` gives the float32 array ``[numel]`` that the mean is decoded into, zeros if
+            ``clear``, called after the last read of ``grad`` (it may be the same storage); a new array by default.
 
     Returns:
         The mean, float32 ``[numel]``, with momentum if the slot has a velocity; NaN everywhere if the
@@ -43,7 +43,7 @@ def reduce_gradient(grad: Array, slot: Slot, ctx: Ctx, *, stage: int = 0, loss_s
     received = yield from exchange.rounds(codec, memory, ctx)
     ok = yield Commit()
     coding.settle(received, memory, ctx, ok)
-    mean = received.mean(output() if output else ops.zeros((ctx.spec.numel,)))
+    mean = received.mean(output(not received.covers) if output else ops.zeros((ctx.spec.numel,)))
     result = memory.result(mean, ok)
     # The codec's own state moves last: sent and mean are decoded with the state they were encoded with.
     for name, new in received.state().items():

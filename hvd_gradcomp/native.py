@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -67,6 +67,8 @@ class Kernel(ABC, Generic[C]):
     codec: C
     n: int
     """Elements of the tensor."""
+    covers: ClassVar[bool] = False
+    """Whether :meth:`mean` writes over ``acc``, whatever it holds."""
 
     def fits(self) -> bool:
         """Whether the kernels know the codec's settings on this tensor."""
@@ -81,7 +83,8 @@ class Kernel(ABC, Generic[C]):
         """Hand the payload's values to ``sink``. Raises PayloadError before anything is written."""
 
     def mean(self, payloads: Sequence[tuple[HostParts, Ctx]], acc: Host) -> None:
-        """Add the mean of payloads, of which each rank sent one, to zeros; of one, of what was summed in flight."""
+        """Add the mean of payloads, of which each rank sent one, to zeros (or see ``covers``); of one, of what was
+        summed in flight."""
         for i, (parts, ctx) in enumerate(payloads):
             divisor = ctx.ranks if i == len(payloads) - 1 else 1
             self.decode(parts, Sink(acc, None, float(divisor)), ctx)
@@ -89,6 +92,8 @@ class Kernel(ABC, Generic[C]):
 
 class _Tiled(Kernel[C]):
     """A codec whose kernel works tile by tile: one object around the parts does both ways."""
+
+    covers = True
 
     @abstractmethod
     def bound(self, parts: HostParts, ctx: Ctx) -> Any:
@@ -99,6 +104,10 @@ class _Tiled(Kernel[C]):
 
     def decode(self, parts: HostParts, sink: Sink, ctx: Ctx) -> None:
         self.bound(parts, ctx).decode(*sink, kernels.threads())
+
+    def mean(self, payloads: Sequence[tuple[HostParts, Ctx]], acc: Host) -> None:
+        first, *others = [self.bound(parts, ctx) for parts, ctx in payloads]
+        first.mean(others, acc, float(payloads[0][1].ranks), kernels.threads())
 
 
 class _Blocked(_Tiled[C]):
@@ -295,10 +304,6 @@ def product(sink: Sink, shape: tuple[int, int], left: Host, right: Host, rank: i
                               kernels.threads())
 
 
-def largest(source: Source) -> Host:
-    """float32 ``(1,)``: the largest magnitude; NaN if there is one."""
-    module, _ = kernels.load()
-    return np.array([module.largest(*source)], np.float32)
 def scatter(sink: Sink, indices: Host, values: Host) -> None:
     """Sink ``values`` at int32 ``indices``, which may come in any order and more than once. Raises PayloadError for
     one outside."""
@@ -308,3 +313,7 @@ def scatter(sink: Sink, indices: Host, values: Host) -> None:
         raise PayloadError(str(error)) from None
 
 
+def largest(source: Source) -> Host:
+    """float32 ``(1,)``: the largest magnitude; NaN if there is one."""
+    module, _ = kernels.load()
+    return np.array([module.largest(*source)], np.float32)

@@ -66,7 +66,9 @@ class Received:
     storage, before the mean may be written there.
 
     sent: ``sent(acc)`` adds what this rank's payload is counted as.
-    mean: ``mean(acc)`` adds the mean of what all ranks' payloads are counted as; ``acc`` is zeros.
+    mean: ``mean(acc)`` adds the mean of what all ranks' payloads are counted as; ``acc`` is zeros, or anything if
+        the mean ``covers`` it.
+    covers: whether ``mean`` writes every element without looking at what is there.
     state: new values of the codec's state arrays.
     stretches: ``sent`` cut up: begin, end, and what adds the values of that stretch. For settling one
         after the other, without a dense vector of them all.
@@ -76,6 +78,7 @@ class Received:
     mean: Callable[[Array], Array]
     state: Callable[[], dict[str, Array]] = dict
     stretches: Sequence[tuple[int, int, Callable[[Array], Array]]] = ()
+    covers: bool = False
 
 
 Answer = tuple[Parts, list[Parts]]
@@ -104,6 +107,8 @@ class Codec(ABC):
     """Whether it makes use of the tensor's shape, which a chunk of it has no more."""
     sparse: ClassVar[bool] = False
     """Whether a payload is places and values of its choice, which :meth:`entries` gives."""
+    vouching: ClassVar[tuple[str, ...]] = ()
+    """float32 parts of the payload that are below 2**100 in magnitude only if all that was encoded is finite."""
     interactive: ClassVar[bool] = False
     """Whether exchanges are to run :meth:`rounds` in place of ``encode`` and ``decode``: for a codec
     whose ranks agree on something on the way."""

@@ -72,6 +72,18 @@ class Chain(Codec):
         return self.first.interactive
 
     @property
+    def vouching(self) -> tuple[str, ...]:  # type: ignore[override]
+        names: list[str] = []
+        for name in self.first.vouching:
+            if name not in self.first.coded:
+                names.append(name)
+            elif self._rest.vouching:
+                names += [f"{name}/{part}" for part in self._rest.vouching]
+            else:
+                return ()
+        return tuple(names)
+
+    @property
     def summable_rounds(self) -> bool:
         return self.first.summable_rounds and self._rest.summable
 

@@ -43,6 +43,7 @@ class Log(Codec):
     name: ClassVar[str] = "log"
     family: ClassVar[str] = "scalar"
     use: ClassVar[str] = "like uniform, but small values keep their relative error"
+    vouching: ClassVar[tuple[str, ...]] = ("scale",)
 
     bits: int = 8
     delta: float = 0.001

@@ -29,6 +29,7 @@ class Sign(Codec):
     name: ClassVar[str] = "sign"
     family: ClassVar[str] = "scalar"
     use: ClassVar[str] = "1 bit per element with error feedback: 31 x"
+    vouching: ClassVar[tuple[str, ...]] = ("scale",)
 
     block: int | None = 1024
 

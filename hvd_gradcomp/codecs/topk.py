@@ -58,6 +58,10 @@ class TopK(Codec):
         self._require(self.index in _INDICES, "index", f"one of {_INDICES}")
 
     @property
+    def vouching(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("values",) if self.threshold == "exact" else ()
+
+    @property
     def uses_step(self) -> bool:  # type: ignore[override]
         return self.threshold == "sampled"
 

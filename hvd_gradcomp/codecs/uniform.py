@@ -60,6 +60,10 @@ class Uniform(Codec):
         return Claims(unbiased=self.stochastic, contraction=not self.stochastic and (self.symmetric or narrow))
 
     @property
+    def vouching(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("step",) if self.symmetric else ("step", "low")
+
+    @property
     def uses_step(self) -> bool:  # type: ignore[override]
         return self.stochastic
 

@@ -116,7 +116,7 @@ class OpenExchange:
     def __init__(self, name: str, flow: Flow, sets: Sets, bucket: tuple[Bucket, int] | None = None) -> None:
         self.name, self.flow, self.sets = name, flow, sets
         self.round = 0
-        self.committing = False
+        self.committing = self.finite = False
         self._bucket = bucket
         self._running: dict[str, _Collective | _Share] = {}
         self._start(next(flow))
@@ -126,6 +126,7 @@ class OpenExchange:
         if isinstance(request, Commit):
             self.committing = True
             return
+        self.finite = self.finite or request.finite
         for part, tensor, how in request:
             if how == "all_to_all" and request.group is None and self._bucket is not None:
                 (bucket, place), self._bucket = self._bucket, None

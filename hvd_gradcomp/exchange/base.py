@@ -32,6 +32,8 @@ class Send:
     group: tuple[int, ...] | None = None
     """The ranks that combine, this one among them, where it is not all of them; ``ranks`` and the order of the
     ranks are then those of the group. One of :meth:`Exchange.groups`."""
+    finite: bool = False
+    """Whether the gradient is known to be finite by now, so that nobody has to read it again to find out."""
 
     def __iter__(self) -> Iterator[tuple[str, Array, str]]:
         """``(name, vector, how)`` of all that is combined."""

@@ -33,8 +33,9 @@ class Gather(Exchange):
                 return [payload.unpack(ops, everyone[rank], sent) for rank in range(ctx.ranks)]
 
             return (yield from converse(codec, memory, ctx, send))
-        own = payload.pack(ops, coding.encode(codec, memory, ctx), layout)
-        everyone = (yield Send({_PART: own}, "gather"))[_PART]
+        parts = coding.encode(codec, memory, ctx)
+        own = payload.pack(ops, parts, layout)
+        everyone = (yield Send({_PART: own}, "gather", finite=coding.vouched(codec, parts, ctx)))[_PART]
 
         def mean(acc: Array) -> Array:
             return coding.mean(codec, [(payload.unpack(ops, everyone[rank], layout), ctx.of(rank))
@@ -48,7 +49,8 @@ class Gather(Exchange):
                      for part in layout}
             return codec.advance(parts, ctx)
 
-        return Received(sent=coding.Sent(codec, payload.unpack(ops, own, layout), ctx), mean=mean, state=state)
+        return Received(sent=coding.Sent(codec, payload.unpack(ops, own, layout), ctx), mean=mean, state=state,
+                        covers=coding.covers(codec, ctx))
 
     def sends(self, codec: Codec, spec: TensorSpec, ranks: int) -> list[tuple[str, int]]:
         return [("gather", payload.nbytes(layout)) for layout in codec.round_layouts(spec)]

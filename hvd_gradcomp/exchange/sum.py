@@ -43,14 +43,15 @@ class Sum(Exchange):
             return (yield from converse(codec, memory, ctx, self._send))
         codec, ops = _summed(codec, ctx.ranks), ctx.ops
         largest = {"bound": coding.largest(memory, ctx)} if codec.uses_bound else {}
+        finite = bool(largest) and coding.is_finite(largest["bound"], ctx)
         before = ctx.state.get(BOUND) if codec.uses_bound else None
         if self.delayed:
             ctx = replace(ctx, bound=ops.minimum(before, _HUGE) * codec.headroom)
         elif largest:
-            shared = yield Send(largest, "max")
+            shared = yield Send(largest, "max", finite=finite)
             ctx, largest = replace(ctx, bound=shared["bound"]), {}
         own = coding.encode(codec, memory, ctx)
-        total = dict((yield Send(own, "sum", largest)))
+        total = dict((yield Send(own, "sum", largest, finite=finite)))
         bound = total.pop("bound", ctx.bound)
 
         def state() -> dict[str, Array]:
@@ -60,7 +61,7 @@ class Sum(Exchange):
             return {**new, BOUND: ops.maximum(bound, before * _FORGET)}
 
         return Received(sent=coding.Sent(codec, own, ctx), mean=lambda acc: coding.mean(codec, [(total, ctx)], acc),
-                        state=state)
+                        state=state, covers=coding.covers(codec, ctx))
 
     def sends(self, codec: Codec, spec: TensorSpec, ranks: int) -> list[tuple[str, int]]:
         codec = _summed(codec, ranks)

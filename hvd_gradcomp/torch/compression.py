@@ -239,16 +239,18 @@ class Compression:
             self._watch(b, tensor.detach())
             hvd_torch.poll(self._running)
         else:
-            flow = self._flow(b, tensor, len(self._ranks), self.process_set.rank())
+            flow, x = self._flow(b, tensor, len(self._ranks), self.process_set.rank())
             with host.quiet():
                 b.exchange = OpenExchange(f"{self._name}.{b.slot.spec.name}.{b.stage}", flow, self._sets, b.bucket)
+                if not b.exchange.finite:
+                    self._watch(b, x)
                 self._running.append(b.exchange)
                 hvd_torch.poll(self._running)
         assert self._token is not None
         return self._token.clone() if tensor.is_cpu else self._token.to(tensor.device, copy=True)
 
-    def _flow(self, b: _Bound, tensor: torch.Tensor, ranks: int, rank: int) -> Flow:
-        """The way of a gradient, not begun yet."""
+    def _flow(self, b: _Bound, tensor: torch.Tensor, ranks: int, rank: int) -> tuple[Flow, torch.Tensor]:
+        """The way of a gradient, not begun yet, and the gradient as a float32 vector."""
         slot = b.slot
         if not slot.complete or b.ops.device != tensor.device:
             self._allocate(b, tensor.device)
@@ -256,16 +258,15 @@ class Compression:
         # By logical index, so that ranks with different memory layouts mean the same elements; no
         # copy for a contiguous float32 gradient.
         x = _flat(tensor)
-        self._watch(b, x)
         self._find_stage(b)
         sgd = self.sgd(b.param) if self.sgd else None
         if x.is_cpu and host.fits(slot, b.stage):
             return host.flow(x, slot, self.plan, ranks, rank, stage=b.stage, loss_scale=self._step_scale, sgd=sgd,
-                             output=lambda: self._output(b, x))
+                             output=lambda clear: self._output(b, x, clear)), x
         ctx = Ctx(b.ops, slot.spec, ranks, rank, self.plan.seed, state=slot.state,
                   error_feedback=self.plan.error_feedback, buffers=slot.buffers)
         return reduce_gradient(x, slot, ctx, stage=b.stage, loss_scale=self._step_scale, sgd=sgd,
-                               output=lambda: self._output(b, x))
+                               output=lambda clear: self._output(b, x, clear)), x
 
     @staticmethod
     def _find_stage(b: _Bound) -> None:
@@ -281,8 +282,8 @@ class Compression:
         x = _flat(tensor)
         out = x if self._is_private(tensor, x) else torch.empty_like(x)
 
-        def zeros(begin: int, end: int) -> Callable[[], Array]:
-            return lambda: out[begin:end].zero_()
+        def output(begin: int, end: int) -> Callable[[bool], Array]:
+            return lambda clear: out[begin:end].zero_() if clear else out[begin:end]
 
         def flows() -> Iterator[tuple[str, Flow]]:
             for i, (begin, end) in enumerate(slot.cuts):
@@ -294,7 +295,7 @@ class Compression:
                 number = "last" if end == slot.spec.numel else i % (hvd_torch.WINDOW + 1)
                 yield (f"{self._name}.{slot.spec.name}.{b.stage}.{number}",
                        reduce_gradient(x[begin:end], piece, ctx, stage=b.stage, loss_scale=self._step_scale,
-                                       output=zeros(begin, end)))
+                                       output=output(begin, end)))
 
         means = hvd_torch.in_turn(flows(), self._sets, self._verdict.to(b.ops.device))
         for (begin, end), mean in zip(slot.cuts, means, strict=True):
@@ -370,11 +371,12 @@ class Compression:
                              "GradScaler: synchronize(), scaler.unscale_(), and scaler.step() inside "
                              "skip_synchronize()")
 
-    def _output(self, b: _Bound, x: torch.Tensor) -> torch.Tensor:
-        """Zeros for the mean: the gradient's own storage, or the copy, if nothing else lives in it."""
+    def _output(self, b: _Bound, x: torch.Tensor, clear: bool) -> torch.Tensor:
+        """Memory for the mean, zeros if ``clear``: the gradient's own, or the copy's, if nothing else lives in it."""
         grad = b.grad
         assert grad is not None
-        return x.zero_() if self._is_private(grad, x) else torch.zeros_like(x)
+        out = x if self._is_private(grad, x) else torch.empty_like(x)
+        return out.zero_() if clear else out
 
     def _is_private(self, grad: torch.Tensor, x: torch.Tensor) -> bool:
         """Whether nothing else lives where ``x``, a gradient as a vector, is."""
@@ -393,7 +395,9 @@ class Compression:
             b.grad = b.param.grad
             assert b.grad is not None
             if b.slot.codec is not None and not b.grad.is_sparse:
-                flows.append((b, self._flow(b, b.grad, 1, 0)))
+                flow, x = self._flow(b, b.grad, 1, 0)
+                self._watch(b, x)
+                flows.append((b, flow))
             else:
                 self._watch(b, (b.grad._values() if b.grad.is_sparse else b.grad).detach())
         verdict = self._finite()

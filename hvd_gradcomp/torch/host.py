@@ -45,7 +45,7 @@ def quiet() -> np.errstate:
 
 
 def flow(x: torch.Tensor, slot: Slot, plan: Plan, ranks: int, rank: int, *, stage: int, loss_scale: Any,
-         sgd: Momentum | None, output: Callable[[], torch.Tensor]) -> Flow:
+         sgd: Momentum | None, output: Callable[[bool], torch.Tensor]) -> Flow:
     """:func:`reduce_gradient` of tensors."""
     views = slot.buffers.get(_Views)
     if views is None or not views.fits(slot, ranks, rank):
@@ -55,7 +55,7 @@ def flow(x: torch.Tensor, slot: Slot, plan: Plan, ranks: int, rank: int, *, stag
     if sgd is not None and sgd.weights is not None:
         sgd = replace(sgd, weights=sgd.weights.numpy())
     return _tensors(reduce_gradient(x.numpy(), views.slot, views.ctx, stage=stage, loss_scale=loss_scale, sgd=sgd,
-                                    output=lambda: output().numpy()))
+                                    output=lambda clear: output(clear).numpy()))
 
 
 class _Views:
@@ -87,5 +87,5 @@ def _tensors(flow: Flow) -> Flow:
         else:
             parts = {name: torch.from_numpy(array) for name, array in request.parts.items()}
             largest = {name: torch.from_numpy(array) for name, array in request.largest.items()}
-            received = yield Send(parts, request.how, largest, request.group)
+            received = yield Send(parts, request.how, largest, request.group, request.finite)
             answer = {name: tensor.numpy() for name, tensor in received.items()}

@@ -85,7 +85,8 @@ class Tensor:
     def mean(self, blobs: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
         ctx = self.ctx
         payloads = [(self._parts(blob), replace(ctx, rank=rank)) for rank, blob in enumerate(blobs)]
-        return coding.mean(self.codec, payloads, np.zeros_like(self.grad))
+        anything = np.nan if coding.covers(self.codec, ctx) else 0.0
+        return coding.mean(self.codec, payloads, np.full_like(self.grad, anything))
 
     def settle(self, blob: np.ndarray[Any, Any], ok: np.ndarray[Any, Any] = OK) -> np.ndarray[Any, Any]:
         """The new residual, with the new velocity behind it if there is one."""

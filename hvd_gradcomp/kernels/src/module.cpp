@@ -95,6 +95,18 @@ struct Bound {
         py::gil_scoped_release released;
         kernels::decode(codec, sink, blocks, threads);
     }
+
+    // This one's and the other ranks' payloads; all are of the same codec on the same tensor.
+    void mean(const std::vector<const Bound*>& others, Array& target, float ranks, int threads) const {
+        std::vector<const Codec*> payloads{&codec};
+        for (const Bound* each : others) {
+            require(each && each->blocks.n == blocks.n && each->blocks.block == blocks.block, "payloads of other tensors");
+            payloads.push_back(&each->codec);
+        }
+        float* const to = write<float>(target, blocks.n);
+        py::gil_scoped_release released;
+        kernels::mean(payloads, to, ranks, blocks, threads);
+    }
 };
 
 template <class Codec>
@@ -103,7 +115,9 @@ py::class_<Bound<Codec>> bind(py::module_& m, const char* name) {
         .def("encode", &Bound<Codec>::encode, py::arg("grad").noconvert(), py::arg("residual").noconvert(),
              py::arg("scale"), py::arg("momentum"), py::arg("threads"))
         .def("decode", &Bound<Codec>::decode, py::arg("target").noconvert(), py::arg("grad").noconvert(),
-             py::arg("scale"), py::arg("momentum"), py::arg("threads"));
+             py::arg("scale"), py::arg("momentum"), py::arg("threads"))
+        .def("mean", &Bound<Codec>::mean, py::arg("others"), py::arg("target").noconvert(), py::arg("ranks"),
+             py::arg("threads"));
 }
 
 Blocks blocks_of(size_t n, size_t block, bool tree = false) {

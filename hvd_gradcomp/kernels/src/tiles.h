@@ -256,6 +256,29 @@ void decode(const Codec& codec, const Sink& sink, Blocks blocks, int threads) {
     });
 }
 
+// The mean of what each rank's payload holds, written over `target`: as if they had been added to zeros, one by one. Of a
+// single payload that was summed in flight, `ranks` is still the number of ranks.
+template <class Codec>
+void mean(const std::vector<const Codec*>& payloads, float* target, float ranks, Blocks blocks, int threads) {
+    parallel(blocks.count(), blocks.n, threads, Codec::RUN, [&](size_t first, size_t last) {
+        alignas(64) float v[TILE + LANES], sum[TILE + LANES];
+        std::vector<typename Codec::Scratch> scratch(payloads.size());
+        for (size_t b = first; b < last; ++b) {
+            const size_t start = b * blocks.block, length = blocks.length(b);
+            for (size_t t = 0; t < length; t += Codec::PIECE) {
+                const size_t n = std::min(Codec::PIECE, length - t);
+                std::fill(sum, sum + n, 0.0f);
+                for (size_t i = 0; i < payloads.size(); ++i) {
+                    payloads[i]->decode(b, start + t, n, v, scratch[i]);
+                    for (size_t j = 0; j < n; ++j) sum[j] += v[j];
+                }
+                float* __restrict out = target + start + t;
+                for (size_t j = 0; j < n; ++j) out[j] = sum[j] / ranks;
+            }
+        }
+    });
+}
+
 // Sum of n values, n at most TILE, as of a row of `width` values padded to a power of two: the upper half is
 // added to the lower half until one is left. x is overwritten and has room for `width` rounded up.
 inline float tree_sum(float* __restrict x, size_t n, size_t width) {
