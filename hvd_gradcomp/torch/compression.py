@@ -27,37 +27,10 @@ from hvd_gradcomp.plan import LARGE, Exchanges, Plan, Slot
 from hvd_gradcomp.policy import DEFAULT_MIN_SIZE, Policy
 from hvd_gradcomp.spec import TensorSpec
 from hvd_gradcomp.torch import host
+from hvd_gradcomp.torch.bound import Bound, flat, is_sparse, overlaps_itself, sample, storage_of
 
 LossScale = Any
 """A number, a one-element tensor, a callable, or a GradScaler."""
-
-
-class _Bound:
-    """A parameter, its slot, and what is open for it in this step."""
-
-    def __init__(self, slot: Slot, param: torch.nn.Parameter) -> None:
-        self.slot, self.param = slot, param
-        self.ops = TorchOps(param.device)
-        self.steps = [0] * max(len(slot.stages), 1)  # by stage
-        self.stage = 0
-        self.grad: torch.Tensor | None = None  # given to compress in this step
-        self.version = 0  # of grad, when it was compressed
-        self.probe: bytes | torch.Tensor | None = None  # some of its elements then
-        self.storage = 0  # of grad
-        self.exchange: OpenExchange | None = None
-        self.bucket: tuple[Bucket, int] | None = None  # and its place there
-        self.mean: torch.Tensor | None = None
-
-    def is_changed(self) -> bool:
-        """Whether somebody wrote to the gradient since it was compressed."""
-        assert self.grad is not None
-        if self.grad._version != self.version:
-            return True
-        if self.probe is None:
-            return False
-        now = _sample(self.grad)
-        return now != self.probe if isinstance(now, bytes) or isinstance(self.probe, bytes) else not torch.equal(
-            now, self.probe)
 
 
 class Compression:
@@ -121,10 +94,10 @@ class Compression:
         self.process_set = process_set
         self.loss_scale = loss_scale
         self.sgd = sgd
-        self._bound = {name: _Bound(self.plan.slots[name], param) for name, param in named}
+        self._bound = {name: Bound(self.plan.slots[name], param) for name, param in named}
         self._by_param = {id(b.param): b for b in self._bound.values()}
-        self._by_grad: dict[int, _Bound] = {}
-        self._last: _Bound | None = None  # whose gradient was accumulated last
+        self._by_grad: dict[int, Bound] = {}
+        self._last: Bound | None = None  # whose gradient was accumulated last
         for b in self._bound.values():
             if b.param.requires_grad:
                 b.param.register_post_accumulate_grad_hook(self._remember)  # type: ignore[no-untyped-call]
@@ -138,7 +111,7 @@ class Compression:
         self._place = 0, 0  # (rank, ranks) when they agreed
         self._token: torch.Tensor | None = None
         self._token_checked = False
-        self._open: list[_Bound] = []  # compressed in this step, in that order
+        self._open: list[Bound] = []  # compressed in this step, in that order
         self._buckets: list[Bucket] = []
         self._running: deque[OpenExchange] = deque()  # of them, those with rounds to go
         self._expected = 0
@@ -195,7 +168,7 @@ class Compression:
         assert self._verdict is not None
         if ctx is None:  # a sparse gradient, which Horovod gathered by itself
             return tensor if not self.plan.compresses or bool(self._verdict) else tensor * float("nan")
-        b: _Bound = ctx
+        b: Bound = ctx
         if b.slot.codec is None:
             out = torch.view_as_complex(tensor) if b.param.is_complex() else tensor.to(b.param.dtype)
             return b.ops.poison(out, self._verdict.to(out.device)) if self.plan.compresses else out
@@ -222,18 +195,18 @@ class Compression:
         for bucket in self._buckets:
             bucket.begin(members[bucket])
 
-    def _dense(self, b: _Bound, tensor: torch.Tensor) -> torch.Tensor:
+    def _dense(self, b: Bound, tensor: torch.Tensor) -> torch.Tensor:
         """Leave a gradient to Horovod, in a dtype that it can carry."""
         self._watch(b, tensor.detach())
         if tensor.is_complex():
             return torch.view_as_real(tensor).contiguous()
         return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
-    def _compressed(self, b: _Bound, tensor: torch.Tensor) -> torch.Tensor:
+    def _compressed(self, b: Bound, tensor: torch.Tensor) -> torch.Tensor:
         # GradScaler unscales without counting up the version. Looking at values would make a device wait, unless a
         # scaler does so anyhow.
         looks = tensor.is_cpu or hasattr(self.loss_scale, "get_scale")
-        b.probe = _sample(tensor) if looks else None
+        b.probe = sample(tensor) if looks else None
         if b.slot.cuts:  # its turn comes when the step's verdict is known, so that no payload has to be kept until then
             b.version = tensor._version
             self._watch(b, tensor.detach())
@@ -249,15 +222,15 @@ class Compression:
         assert self._token is not None
         return self._token.clone() if tensor.is_cpu else self._token.to(tensor.device, copy=True)
 
-    def _flow(self, b: _Bound, tensor: torch.Tensor, ranks: int, rank: int) -> tuple[Flow, torch.Tensor]:
+    def _flow(self, b: Bound, tensor: torch.Tensor, ranks: int, rank: int) -> tuple[Flow, torch.Tensor]:
         """The way of a gradient, not begun yet, and the gradient as a float32 vector."""
         slot = b.slot
         if not slot.complete or b.ops.device != tensor.device:
             self._allocate(b, tensor.device)
-        b.version, b.storage = tensor._version, _storage(tensor)
+        b.version, b.storage = tensor._version, storage_of(tensor)
         # By logical index, so that ranks with different memory layouts mean the same elements; no
         # copy for a contiguous float32 gradient.
-        x = _flat(tensor)
+        x = flat(tensor)
         self._find_stage(b)
         sgd = self.sgd(b.param) if self.sgd else None
         if x.is_cpu and host.fits(slot, b.stage):
@@ -269,17 +242,17 @@ class Compression:
                                output=lambda clear: self._output(b, x, clear)), x
 
     @staticmethod
-    def _find_stage(b: _Bound) -> None:
+    def _find_stage(b: Bound) -> None:
         if b.stage + 1 < len(b.slot.stages):  # in the last stage nothing is looked up, so no device waits
             b.stage = b.slot.stage(int(b.slot.state["step"][0]))
 
-    def _in_pieces(self, b: _Bound) -> None:
+    def _in_pieces(self, b: Bound) -> None:
         """Reduce a large gradient, piece by piece, where it is. Extra memory is that of a few pieces."""
         tensor, slot = b.grad, b.slot
         assert tensor is not None and self._verdict is not None
         self._allocate(b, tensor.device)
         self._find_stage(b)
-        x = _flat(tensor)
+        x = flat(tensor)
         out = x if self._is_private(tensor, x) else torch.empty_like(x)
 
         def output(begin: int, end: int) -> Callable[[bool], Array]:
@@ -303,7 +276,7 @@ class Compression:
                 out[begin:end] = mean
         b.mean = self._into_gradient(b, out)
 
-    def _watch(self, b: _Bound, x: torch.Tensor) -> None:
+    def _watch(self, b: Bound, x: torch.Tensor) -> None:
         """Note a gradient, detached, for the step flag: its largest magnitude is finite exactly if all of it is."""
         if self.plan.compresses and x.numel():
             self._magnitudes.append(b.ops.largest(x))
@@ -343,7 +316,7 @@ class Compression:
                 hvd_torch.finish([b.exchange for b in self._open if b.exchange is not None], self._buckets)
             self._verdict, self._flag = hvd.synchronize(self._flag), None
         self._refuse_changed()
-        self._sharers = Counter(_storage(b.grad) if b.exchange is None else b.storage for b in self._open
+        self._sharers = Counter(storage_of(b.grad) if b.exchange is None else b.storage for b in self._open
                                 if b.grad is not None)
         with host.quiet():
             for b in self._open:
@@ -371,7 +344,7 @@ class Compression:
                              "GradScaler: synchronize(), scaler.unscale_(), and scaler.step() inside "
                              "skip_synchronize()")
 
-    def _output(self, b: _Bound, x: torch.Tensor, clear: bool) -> torch.Tensor:
+    def _output(self, b: Bound, x: torch.Tensor, clear: bool) -> torch.Tensor:
         """Memory for the mean, zeros if ``clear``: the gradient's own, or the copy's, if nothing else lives in it."""
         grad = b.grad
         assert grad is not None
@@ -380,7 +353,7 @@ class Compression:
 
     def _is_private(self, grad: torch.Tensor, x: torch.Tensor) -> bool:
         """Whether nothing else lives where ``x``, a gradient as a vector, is."""
-        return x.data_ptr() != grad.data_ptr() or self._sharers[_storage(grad)] == 1
+        return x.data_ptr() != grad.data_ptr() or self._sharers[storage_of(grad)] == 1
 
     def step_alone(self, sparse_as_dense: bool = False) -> None:
         """For a rank that exchanges with nobody, where Horovod calls no compressor: put into every
@@ -390,7 +363,7 @@ class Compression:
         self._magnitudes, self._step_scale = [], self._scale()
         flows = []
         for b in bound:
-            if sparse_as_dense and _is_sparse(b.param):
+            if sparse_as_dense and is_sparse(b.param):
                 b.param.grad = b.param.grad.to_dense()  # type: ignore[union-attr]
             b.grad = b.param.grad
             assert b.grad is not None
@@ -401,7 +374,7 @@ class Compression:
             else:
                 self._watch(b, (b.grad._values() if b.grad.is_sparse else b.grad).detach())
         verdict = self._finite()
-        self._sharers = Counter(_storage(b.grad) for b, _ in flows if b.grad is not None)
+        self._sharers = Counter(storage_of(b.grad) for b, _ in flows if b.grad is not None)
         with host.quiet():
             for b, flow in flows:
                 b.param.grad = self._into_gradient(b, local.alone(b.ops, flow, verdict.to(b.ops.device)))
@@ -409,13 +382,13 @@ class Compression:
         for b in bound:
             b.grad = None
 
-    def _into_gradient(self, b: _Bound, mean: torch.Tensor) -> torch.Tensor:
+    def _into_gradient(self, b: Bound, mean: torch.Tensor) -> torch.Tensor:
         grad = b.grad
         assert grad is not None
         out = grad.detach()
         if mean.data_ptr() == grad.data_ptr():
             return out
-        if self._sharers[_storage(grad)] > 1 or _overlaps_itself(grad):
+        if self._sharers[storage_of(grad)] > 1 or overlaps_itself(grad):
             out = torch.empty_like(b.param, memory_format=torch.preserve_format).detach()
         return out.copy_(mean.view(grad.shape))  # keeps strides and dtype
 
@@ -427,7 +400,7 @@ class Compression:
         self.new_gradients = True
         self._verdict = None  # a new step has begun
 
-    def _find(self, tensor: torch.Tensor) -> _Bound:
+    def _find(self, tensor: torch.Tensor) -> Bound:
         last = self._last
         if last is not None and last.param.grad is tensor:
             return last
@@ -438,7 +411,7 @@ class Compression:
         if found is not None:
             return found
         # sparse_as_dense=True: Horovod made the tensor, from the gradient that was accumulated last
-        if last is not None and last.grad is None and _is_sparse(last.param) and last.param.shape == tensor.shape:
+        if last is not None and last.grad is None and is_sparse(last.param) and last.param.shape == tensor.shape:
             return last
         if id(tensor) in self._by_param:
             raise UsageError("op=Adasum combines parameter updates by their angles, which no payload can carry: use "
@@ -450,7 +423,7 @@ class Compression:
     def _watch_sparse(self) -> None:
         """Sparse gradients never reach compress(), but a NaN in one voids the step all the same."""
         for b in self._bound.values():
-            if b.grad is None and _is_sparse(b.param):
+            if b.grad is None and is_sparse(b.param):
                 assert b.param.grad is not None
                 self._watch(b, b.param.grad._values().detach())
 
@@ -534,7 +507,7 @@ class Compression:
             residual = b.slot.state.get("residual")
             if residual is not None:
                 extra[name] = {"residual_norm": float(torch.linalg.vector_norm(residual))}
-            if _is_sparse(b.param) and not any(b.steps):
+            if is_sparse(b.param) and not any(b.steps):
                 extra[name] = {"codec": None, "exchange": "horovod", "payload_bytes": None,
                                "reason": "sparse gradient: Horovod gathers it"}
         return stats.summary(self.plan, ranks, {name: b.steps for name, b in self._bound.items()}, extra, overhead)
@@ -617,7 +590,7 @@ class Compression:
         for b in self._bound.values():
             self._allocate(b, b.ops.device)
 
-    def _allocate(self, b: _Bound, device: torch.device) -> None:
+    def _allocate(self, b: Bound, device: torch.device) -> None:
         """State arrays on the gradient's device."""
         if b.ops.device != device:
             b.ops = TorchOps(device)
@@ -639,32 +612,3 @@ def _named(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[t
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor)):
             raise UsageError("named_parameters must be (name, parameter) pairs, as model.named_parameters() gives")
     return named
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """float32 ``[numel]`` by logical index, the tensor's own storage where that is possible."""
-    if tensor.dtype == torch.float32 and tensor.is_contiguous():
-        return tensor.detach().view(-1)
-    return tensor.detach().reshape(-1).contiguous().float()
-
-
-def _is_sparse(param: torch.Tensor) -> bool:
-    return param.grad is not None and param.grad.is_sparse
-
-
-def _sample(tensor: torch.Tensor) -> bytes | torch.Tensor:
-    """The bytes of some elements: about 64 of them, or up to 8 along each dimension."""
-    if tensor.is_cpu and tensor.dtype == torch.float32 and tensor.is_contiguous():
-        flat = tensor.detach().numpy().reshape(-1)
-        return flat[:: flat.size // 64 | 1].tobytes()  # an odd stride visits all columns
-    some = tensor.detach()[tuple(slice(None, None, max(1, -(-size // 8))) for size in tensor.shape)]
-    return some.reshape(-1).clone().view(torch.uint8)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, as in an expanded gradient, so that it cannot be written to."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
