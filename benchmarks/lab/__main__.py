@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -75,7 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     hosts = args.hosts or ([2] if args.quick else [2, 4])
     models = args.models or (["40 MB"] if args.quick else list(cases.MODELS))
     env = {**ENVIRONMENT, **dict(pair.split("=", 1) for pair in args.env)}
-    began, load = time.time(), os.getloadavg()[0]
+    began, load, together = time.time(), os.getloadavg()[0], _together()
     exchange: list[Row] = []
     training: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +126,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                             training += ranks(network, f"{count} hosts, {speed} Mbit/s, {framework}", "train.py",
                                               arguments, 1200, mbit=speed)
     return {"made": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"), "quick": args.quick,
-            "minutes": (time.time() - began) / 60, "load_before": load, "cores": os.cpu_count(),
+            "minutes": (time.time() - began) / 60, "load_before": load, "together": together, "cores": os.cpu_count(),
             "processor": _processor(), "python": platform.python_version(), "kernel": platform.release(),
             "env": args.env, "transport": args.transport, "exchange": exchange, "training": training}
 
@@ -150,6 +151,19 @@ def _where_it_does_not_pay(ranks: Any, args: argparse.Namespace) -> list[Row]:
             result += ranks(network, f"2 hosts, {speed} Mbit/s, 40 kB", "exchange.py", tiny, 600,
                             where="network", mbit=speed, model="40 kB")
     return result
+
+
+def _together() -> float:
+    """How fast each of two processes adds vectors of 40 MB while the other does, against one alone: 0.5 to 1. Virtual
+    cores may share a core, and all share memory."""
+    code = ("import time, numpy as np; a = np.ones(10**7, np.float32); b = a.copy(); began = time.perf_counter(); "
+            "[np.add(a, b, out=b) for _ in range(200)]; print(time.perf_counter() - began)")
+
+    def seconds(count: int) -> float:
+        running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(count)]
+        return max(float(process.communicate()[0]) for process in running)
+
+    return seconds(1) / seconds(2)
 
 
 def _processor() -> str:

@@ -56,7 +56,8 @@ def trained(mbit: int, reached: bool, step: float) -> dict[str, Any]:
 def measured() -> dict[str, Any]:
     rows = [row(codec, seconds / mbit, mbit) for mbit in (100, 1000, 10000)
             for codec, seconds in (("dense fp32", 600), ("dense fp16", 300), ("sign", 20), ("uniform(bits=8)", 301))]
-    return {"made": "2026-01-01T00:00", "quick": True, "minutes": 1.0, "load_before": 0.0, "cores": 2, "processor": "P",
+    return {"made": "2026-01-01T00:00", "quick": True, "minutes": 1.0, "load_before": 0.0,
+            "together": 0.8, "cores": 2, "processor": "P",
             "python": "3.11", "kernel": "6", "env": [], "transport": "mpi", "exchange": rows,
             "training": [trained(10000, True, 0.01), trained(100, False, 0.5)]}
 
