@@ -46,7 +46,7 @@ def main() -> int:
     add("--hosts", type=int, nargs="+", default=None, metavar="N", help="default: 2 4")
     add("--models", nargs="+", choices=list(cases.MODELS), help="default: all")
     add("--speeds", type=int, nargs="+", default=list(cases.SPEEDS), metavar="MBIT", help="default: 100 1000 10000")
-    add("--seconds", type=float, default=4.0, help="of timed steps for each codec (default: 4)")
+    add("--seconds", type=float, default=3.0, help="of timed steps for each codec (default: 3)")
     add("--only", choices=["exchange", "training"], help="measure this anew, and keep the rest of --into")
     add("--transport", choices=["mpi", "gloo"], default="mpi", help="between hosts (default: mpi)")
     add("--env", nargs="+", default=[], metavar="NAME=VALUE", help="for the ranks, such as HOROVOD_CYCLE_TIME=0.5")
@@ -63,8 +63,9 @@ def main() -> int:
             print("lab: interrupted, the network is removed", file=sys.stderr)
             return 130
         if args.only and args.into.exists():
-            rest = "training" if args.only == "exchange" else "exchange"
-            measured[rest] = json.loads(args.into.read_text())[rest]
+            rest, before = "training" if args.only == "exchange" else "exchange", json.loads(args.into.read_text())
+            measured[rest] = before[rest]
+            measured["kept"] = {"part": rest} | {name: before[name] for name in page.ORIGIN}
         args.into.write_text(json.dumps(measured, indent=1) + "\n")
     for file in page.write(json.loads(args.into.read_text()), args.into, ROOT):
         print(f"written: {os.path.relpath(file)}")

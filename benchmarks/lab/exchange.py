@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help="CODEC, or CODEC|EXCHANGE; default: all")
     parser.add_argument("--shapes", nargs="+", help="other shapes than the model's, such as 10x1000")
     parser.add_argument("--min-size", type=int, help="default: the library's own")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of timed steps for each row (default: 4)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of timed steps for each row (default: 3)")
     parser.add_argument("--steps", type=int, default=20, help="at most (default: 20)")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()

@@ -10,6 +10,8 @@ import cases
 
 Row = dict[str, Any]
 TRANSPORTS = {"mpi": "OpenMPI over TCP", "gloo": "Gloo"}
+ORIGIN = ("made", "quick", "minutes", "processor")
+"""What the JSON says of where a half of it, kept by ``--only``, comes from."""
 BEGIN, END = "<!-- results: written by `make lab` -->", "<!-- end of results -->"
 
 
@@ -218,22 +220,34 @@ def _training(measured: Row, speeds: list[int]) -> list[str]:
             "![Time to accuracy](results-training.png)", ""]
 
 
+def _command(quick: bool) -> str:
+    return "python benchmarks/lab" + (" --quick" if quick else "")
+
+
 def _page(measured: Row, speeds: list[int], name: str) -> str:
     models = list(dict.fromkeys(row["model"] for row in measured["exchange"]
                                 if row["where"] == "network" and row["model"] in cases.MODELS))
     hosts = sorted({row["ranks"] for row in measured["exchange"] if row["where"] == "network"})
-    command = "python benchmarks/lab --quick" if measured["quick"] else "make lab"
+    command = _command(measured["quick"])
     if measured["transport"] != "mpi":
         command += f" --transport {measured['transport']}"
     if measured["env"]:
         command += " --env " + " ".join(measured["env"])
+    kept = ""
+    if "kept" in measured:
+        part = measured["kept"]
+        command += f" --only {'training' if part['part'] == 'exchange' else 'exchange'}"
+        kept = (f" The {part['part']} part was made before, by `{_command(part['quick'])}` in {part['minutes']:.0f} "
+                f"minutes on {part['made'][:10]}, {part['processor']}.")
+    if command == _command(quick=False):
+        command = "make lab"
     lines = [
         "# What compression buys on a network", "",
         f"`{command}` made this page, its pictures and the table in README from `{name}.json`, in "
         f"{measured['minutes']:.0f} minutes on {measured['made'][:10]}; {measured['cores']} cores, "
         f"{measured['processor']}, Linux {measured['kernel']}, load {measured['load_before']:.1f} before it began. "
         f"Two processes at once add vectors at {measured['together']:.2f} of the speed of one alone: by so much codecs "
-        "are slower here than on two machines.", "",
+        f"are slower here than on two machines.{kept}", "",
         "Each host is a network namespace of one machine; links to a switch between them are shaped in both "
         "directions by a token bucket that lets 1 ms of traffic through at once. One Horovod rank on each host, "
         f"{TRANSPORTS[measured['transport']]}, kernels on, one thread. All hosts share the machine's "

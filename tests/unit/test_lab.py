@@ -73,6 +73,17 @@ def test_page_says_what_was_reached_and_what_was_missed(lab: Any, measured: dict
     assert "Slower than stock fp16: `uniform(bits=8)` at 100 Mbit/s," in text
 
 
+def test_page_says_which_half_is_of_an_earlier_call(lab: Any, measured: dict[str, Any], tmp_path: Path) -> None:
+    page, source = lab("page"), tmp_path / "results.json"
+    source.write_text(json.dumps(measured))
+    measured["kept"] = {"part": "training"} | {name: measured[name] for name in page.ORIGIN}
+    measured["quick"] = False
+    list(page.write(measured, source, tmp_path))
+    text = (tmp_path / "results.md").read_text()
+    assert "`python benchmarks/lab --only exchange` made this page" in text
+    assert "The training part was made before, by `python benchmarks/lab --quick` in 1 minutes" in text
+
+
 def test_time_to_target_is_computed_where_it_was_not_reached(lab: Any, measured: dict[str, Any]) -> None:
     fast, slow = measured["training"]
     time = lab("page")._time_to_target
