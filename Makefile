@@ -24,8 +24,9 @@ TF_KERAS := tf_keras==$(basename $(TENSORFLOW_VERSION)).*
 # All folders with tests; those that start ranks last. tests/ranks runs inside the ranks.
 TESTS := $(filter-out tests/ranks/ tests/parallel/ tests/__pycache__/,$(sort $(wildcard tests/*/))) tests/parallel/
 
-# Options of `make lab`, such as --quick.
+# Options of `make lab`, such as --quick, and of `make dgc`, such as --data DIR.
 LAB ?=
+DGC ?=
 
 # Payloads per codec and length in `make test-asan`.
 FUZZ ?= 40
@@ -92,17 +93,17 @@ large: $(STAMPS)/package  ## measure the memory of a gradient of 500,000,000 ele
 	@echo "large: usually 5 minutes; needs 10 GB of memory"
 	@$(BIN)/python benchmarks/large.py
 
-dgc: $(STAMPS)/package  ## train with Deep Gradient Compression and without, 5 seeds: docs/dgc.md (2 hours)
-	@echo "dgc: 30 trainings on 2 Horovod ranks, usually 2 hours; 'python benchmarks/dgc.py --help' has shorter ones"
-	@$(BIN)/python benchmarks/dgc.py
+dgc: $(STAMPS)/package  ## train with Deep Gradient Compression and without, 5 seeds: docs/dgc.md (1 hour)
+	@echo "dgc: 22 trainings on 2 Horovod ranks, usually 1 hour; 'python benchmarks/dgc.py --help' has shorter ones"
+	@$(BIN)/python benchmarks/dgc.py $(DGC)
 
 soak: $(STAMPS)/package  ## 20,000 steps of mixed codecs on 2 ranks: nothing may creep (6 minutes)
 	@echo "soak: 20,000 steps, usually 6 minutes; it says how far it is"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" horovodrun -np 2 --gloo python benchmarks/soak.py
 
-lab: $(STAMPS)/package  ## what compression gains on real networks: docs/results.md (root; 80 minutes)
+lab: $(STAMPS)/package  ## what compression gains on real networks: docs/results.md (root; 1 hour)
 	@[ "$$(id -u)" = 0 ] || { echo "error: the laboratory makes network namespaces, which takes root: sudo make lab"; exit 1; }
-	@echo "lab: hosts as network namespaces, usually 80 minutes; 'make lab LAB=--quick' takes 12, '.venv/bin/python benchmarks/lab --help' has more"
+	@echo "lab: hosts as network namespaces, usually 1 hour; 'make lab LAB=--quick' takes 8, '.venv/bin/python benchmarks/lab --help' has more"
 	@$(BIN)/python benchmarks/lab $(LAB)
 
 image:  ## docker/Dockerfile as the image hvd-gradcomp, by docker, podman or buildah (15 minutes)

@@ -28,7 +28,7 @@ def write(measured: Row, source: Path, root: Path) -> Iterator[Path]:
     target.write_text(_page(measured, speeds, name), encoding="utf-8")
     yield target
     readme = root / "README.md"
-    if folder == root / "docs":
+    if source == root / "docs" / "results.json":
         text = readme.read_text(encoding="utf-8")
         assert BEGIN in text and END in text, "README.md has lost the place of its table"
         before, _, rest = text.partition(BEGIN)
@@ -239,15 +239,20 @@ def _page(measured: Row, speeds: list[int], name: str) -> str:
         command += f" --only {'training' if part['part'] == 'exchange' else 'exchange'}"
         kept = (f" The {part['part']} part was made before, by `{_command(part['quick'])}` in {part['minutes']:.0f} "
                 f"minutes on {part['made'][:10]}, {part['processor']}.")
+    together = ""
+    if "together" in measured:
+        together = (f" Two processes at once add vectors at {measured['together']:.2f} of the speed of one alone: by "
+                    "so much, or more, codecs are slower here than on two machines.")
+    made = ", its pictures and the table in README" if name == "results" else " and its pictures"
     if command == _command(quick=False):
         command = "make lab"
     lines = [
         "# What compression buys on a network", "",
-        f"`{command}` made this page, its pictures and the table in README from `{name}.json`, in "
+        f"`{command}` made this page{made} "
+        f"from `{name}.json`, in "
         f"{measured['minutes']:.0f} minutes on {measured['made'][:10]}; {measured['cores']} cores, "
-        f"{measured['processor']}, Linux {measured['kernel']}, load {measured['load_before']:.1f} before it began. "
-        f"Two processes at once add vectors at {measured['together']:.2f} of the speed of one alone: by so much codecs "
-        f"are slower here than on two machines.{kept}", "",
+        f"{measured['processor']}, Linux {measured['kernel']}, load {measured['load_before']:.1f} before it began."
+        f"{together}{kept}", "",
         "Each host is a network namespace of one machine; links to a switch between them are shaped in both "
         "directions by a token bucket that lets 1 ms of traffic through at once. One Horovod rank on each host, "
         f"{TRANSPORTS[measured['transport']]}, kernels on, one thread. All hosts share the machine's "
