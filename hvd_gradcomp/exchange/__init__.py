@@ -22,8 +22,8 @@ ROUND = 1 << 16
 """Bytes that must be saved for one round more: about what 1 Gbit/s carries while a round starts."""
 
 WORK = 0.25
-"""And for each element, where ``sparse_split`` looks at it: what 100 Mbit/s carries in the 20 ns that it takes longer
-on one core (docs/exchange.md)."""
+"""And for each element, where ``sparse_split`` looks at it: about what 100 Mbit/s carries while it works on one core
+(docs/exchange.md: 16 ms for 1,048,576 elements more than ``gather`` on 2 ranks)."""
 
 HIERARCHICAL = "hierarchical"
 _WITH_HOSTS = re.compile(rf"{HIERARCHICAL}\(local=(\d+)\)")
