@@ -35,8 +35,8 @@ ROWS = [("uniform(bits=8)", "gather"), ("uniform(bits=8)", "two_stage"), ("unifo
 DENSE = [("dense fp32", 4), ("dense fp16", 2)]
 NOTES = """\
 `auto` sums what may be summed, and else takes the one of the others with fewer bytes, if it saves at least 64 KiB (a
-round more must pay) and, for `sparse_split`, a byte for every four elements (its work on a CPU must pay; on a GPU, ask for
-it by name). With two ranks that is `gather`. Low-rank codecs use the tensor's shape and are not cut in
+round more must pay) and, for `sparse_split`, a byte for every four elements (its work on a CPU must pay; on a GPU, ask
+for it by name). With two ranks that is `gather`. Low-rank codecs use the tensor's shape and are not cut in
 chunks unasked. `exchange=` takes a name, or a dict of name patterns.
 
 With Horovod, all-to-all rows of neighboring tensors share messages of up to 1 MiB (PyTorch, and our TensorFlow
